@@ -1,0 +1,196 @@
+"""Exact attention of a block over its own keys and all earlier pages, whoever owns them.
+
+Each rank gathers the block's queries (in sub-blocks, so that the buffer is bounded), attends to the pages *it* owns, and
+one exchange merges the partial outputs by log-sum-exp. The backward sends (q, dO, O, LSE) the same way: with the global
+output and log-sum-exp each rank's dK and dV are exact and stay where the pages are (they are added to the pages'
+adjoints); dQ is summed over the ranks at the owner of the query.
+
+A block's own keys are a causal square and full rectangles, never a mask: see `_spans`.
+
+Left out: passing keys instead of queries where a block is longer than what is resident.
+
+B batch, H query heads, G key/value heads, R rows a rank, W = ranks x rows, M tokens this rank owns, N pages' rows,
+D head dim.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from longstraw.attention.exchange import gather_rows, merge_partials, scatter_rows
+from longstraw.attention.kernels import attend_bwd, attend_fwd
+from longstraw.attention.layout import BlockLayout
+
+
+class Pages(Protocol):
+    """Keys and values that this rank owns from earlier blocks of one layer and one segment."""
+
+    rows: int
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(k, v), each [B or 1, G, N, D], on the compute device; batch 1 is shared by the block's whole batch."""
+
+    def add_adjoint(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Add to the adjoints of the rows that `read` returned."""
+
+
+@dataclass(frozen=True)
+class AttentionGeometry:
+    """What an attention call needs besides tensors; all that the autograd node keeps of its block.
+
+    scale: softmax scale. rows_at_once: rows a rank whose queries are gathered at a time. history: earlier pages.
+    collect_adjoints: whether the backward adds to the pages' adjoints (false: the pages are constants).
+    """
+
+    layout: BlockLayout
+    scale: float
+    rows_at_once: int
+    history: tuple[Pages, ...]
+    collect_adjoints: bool
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Query rows of a gathered sub-block against keys: of earlier pages, or own rows `keys` of this block."""
+
+    queries: slice
+    causal: bool
+    pages: Pages | None = None
+    keys: slice = slice(0)
+
+
+def _spans(geometry: AttentionGeometry, a: int, b: int) -> Iterator[_Span]:
+    """The spans of this rank for the sub-block of rows [a, b): no mask, no empty span, no fully masked row."""
+    layout, n = geometry.layout, b - a
+    for pages in geometry.history:
+        if pages.rows:
+            yield _Span(slice(0, layout.ranks * n), False, pages)
+    base, after = layout.slot * n, (layout.slot + 1) * n
+    earlier = min(a, layout.mine)  # own keys before the sub-block
+    square = max(0, min(b, layout.mine) - a)  # real rows of the sub-block: their scores are a causal square
+    if layout.mine and layout.slot + 1 < layout.ranks:
+        yield _Span(slice(after, layout.ranks * n), False, keys=slice(0, layout.mine))
+    if earlier:
+        yield _Span(slice(base, after), False, keys=slice(0, earlier))
+    if square:
+        yield _Span(slice(base, base + square), True, keys=slice(a, a + square))
+        if square < n:  # padding rows: their values go nowhere, but they must be finite
+            yield _Span(slice(base + square, after), False, keys=slice(a, a + square))
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, geometry: AttentionGeometry
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [B, H, R, D], own keys and values k, v [B, G, M, D] -> output [B, H, R, D] and log-sum-exp [B, H, R].
+
+    Not differentiable: `paged_attention` is. The output has q's dtype, the log-sum-exp float32 or wider.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    outputs, lses = [], []
+    for a, b in geometry.layout.sub_blocks(geometry.rows_at_once):
+        queries = gather_rows(q[:, :, a:b], geometry.layout)
+        o = torch.zeros(queries.shape, dtype=wide, device=q.device)
+        lse = torch.full(queries.shape[:3], -torch.inf, dtype=wide, device=q.device)
+        for span in _spans(geometry, a, b):
+            part, part_lse = _attend_span(queries[:, :, span.queries], k, v, span, geometry.scale)
+            _merge_into(o[:, :, span.queries], lse[:, :, span.queries], part, part_lse)
+        if geometry.layout.ranks > 1:
+            partials = scatter_rows(torch.cat([o, lse[..., None]], -1), geometry.layout)
+            o, lse = merge_partials(partials[..., :-1], partials[..., -1])
+        outputs.append(o.to(q.dtype))
+        lses.append(lse)
+    return torch.cat(outputs, 2), torch.cat(lses, 2)
+
+
+def _attend_span(q, k, v, span, scale):
+    if span.pages is None:
+        return attend_fwd(q, k[:, :, span.keys], v[:, :, span.keys], span.causal, scale)
+    pk, pv = span.pages.read()
+    folded = _fold_batch(q, pk)
+    o, lse = attend_fwd(folded, pk, pv, False, scale)
+    return _unfold_batch(o, q), _unfold_batch(lse[..., None], q)[..., 0]
+
+
+def _merge_into(o, lse, part, part_lse):
+    """Merge a partial result into the running (o, lse), in place."""
+    new = torch.logaddexp(lse, part_lse)
+    o.mul_((lse - new).exp()[..., None]).add_(part * (part_lse - new).exp()[..., None])
+    lse.copy_(new)
+
+
+def _fold_batch(x: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """[B, H, S, D] -> [1, H, B * S, D] where the pages are shared by the batch: one kernel call for all of it."""
+    if x.shape[0] == pages.shape[0]:
+        return x
+    return x.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _unfold_batch(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_fold_batch`, to the batch of `like` [B, H, S, D]."""
+    if x.shape[0] == like.shape[0]:
+        return x
+    return x[0].unflatten(1, (like.shape[0], like.shape[2])).transpose(0, 1)
+
+
+class _PagedAttention(torch.autograd.Function):
+    """ctx holds tensors and the geometry only: anything that held the block's graph would close an uncollectable cycle."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, geometry, kept):
+        o, lse = attend(q, k, v, geometry) if kept is None else kept
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.geometry = geometry
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        dq, dk, dv = attend_bwd_over_pages(do, q, k, v, o, lse, ctx.geometry)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def attend_bwd_over_pages(do, q, k, v, o, lse, geometry):
+    """Gradients dq [B, H, R, D], dk and dv [B, G, M, D] (float32 or wider); adds dK, dV of earlier pages to theirs."""
+    layout, dim = geometry.layout, q.shape[-1]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dk, dv = (torch.zeros(t.shape, dtype=wide, device=q.device) for t in (k, v))
+    dqs = []
+    for a, b in layout.sub_blocks(geometry.rows_at_once):
+        packed = gather_rows(torch.cat([t[:, :, a:b] for t in (q, do.to(q.dtype), o)], -1), layout)
+        queries, douts, outs = packed.split(dim, -1)
+        lses = gather_rows(lse[:, :, a:b, None], layout)[..., 0]
+        dq = torch.zeros(queries.shape, dtype=wide, device=q.device)
+        for span in _spans(geometry, a, b):
+            parts = [t[:, :, span.queries] for t in (douts, queries, outs, lses)]
+            dq[:, :, span.queries] += _span_bwd(*parts, k, v, dk, dv, span, geometry)
+        dqs.append(scatter_rows(dq, layout).sum(0))
+    return torch.cat(dqs, 2), dk, dv
+
+
+def _span_bwd(do, q, o, lse, k, v, dk, dv, span, geometry):
+    """dq of one span; its dk and dv go to the block's own (in place) or to the pages' adjoints."""
+    if span.pages is None:
+        dq, dks, dvs = attend_bwd(do, q, k[:, :, span.keys], v[:, :, span.keys], o, lse, span.causal, geometry.scale)
+        dk[:, :, span.keys] += dks
+        dv[:, :, span.keys] += dvs
+        return dq
+    pk, pv = span.pages.read()
+    folded = [_fold_batch(t, pk) for t in (do, q, o)] + [_fold_batch(lse[..., None], pk)[..., 0]]
+    dq, dks, dvs = attend_bwd(folded[0], folded[1], pk, pv, folded[2], folded[3], False, geometry.scale)
+    if geometry.collect_adjoints:
+        span.pages.add_adjoint(dks, dvs)
+    return _unfold_batch(dq, q)
+
+
+def paged_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, geometry: AttentionGeometry,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Differentiable attention of a block: q [B, H, R, D], own k and v [B, G, M, D] -> [B, H, R, D].
+
+    kept: (output, log-sum-exp) of the same block from the forward sweep; with it the forward computes nothing, which is
+    exact, since the backward needs only q, k, v, output and log-sum-exp.
+    """
+    return _PagedAttention.apply(q, k, v, geometry, kept)

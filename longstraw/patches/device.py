@@ -1,0 +1,141 @@
+"""Run megatron-core where there is no CUDA device.
+
+Megatron asks `torch.cuda` for its current device, its random state and its streams, and writes `device="cuda"` into a
+few constructors. Without a CUDA device this module answers the first kind permanently (`install_cpu_device_layer`) and
+the second kind inside a `with cuda_means_cpu():` block, which the training program opens around building, optimizer
+and checkpoint calls. The block is not needed around a sweep: nothing there names "cuda", and an omission raises.
+
+Left out: anything about MoE, MLA or Transformer Engine. With a CUDA device every function here does nothing.
+"""
+
+import contextlib
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from longstraw.patches.verify import require_attribute, require_megatron_version, require_source
+
+_CPU = torch.device("cpu")
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Rewrites device="cuda" to "cpu", drops pinning, and lets `Tensor.type()` claim torch.cuda.* as Megatron expects."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        if func is torch.Tensor.to:
+            args = tuple(_CPU if _is_cuda(a) else a for a in args)
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device) -> bool:
+    return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+
+
+class _HostStream:
+    """The one stream of a CPU: everything on it has already happened. Also its own event."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def record_event(self, event=None):
+        return event or _HostStream()
+
+    def record(self, stream=None):
+        pass
+
+    def wait(self, stream=None):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def query(self):
+        return True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return False
+
+
+def cuda_available() -> bool:
+    """Whether tensors live on a CUDA device in this process."""
+    return torch.cuda.is_available()
+
+
+def current_device() -> torch.device:
+    """The device that model weights and activations live on: the current CUDA device, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if cuda_available() else _CPU
+
+
+def cuda_means_cpu() -> contextlib.AbstractContextManager:
+    """A block in which Megatron code that names "cuda" gets CPU tensors; empty where a CUDA device exists."""
+    return contextlib.nullcontext() if cuda_available() else _CudaMeansCpu()
+
+
+def install_cpu_device_layer() -> None:
+    """Answer Megatron's `torch.cuda` questions on the CPU. Safe to call twice; a no-op with a CUDA device.
+
+    Raises PatchMismatch when a target in megatron-core is not what this was written for.
+    """
+    require_megatron_version()
+    if cuda_available() or getattr(torch.cuda, "_longstraw_cpu", False):
+        return
+    cuda = torch.cuda
+    cuda.current_device = lambda: _CPU
+    cuda.set_device = lambda device: None
+    cuda.device_count = lambda: 1
+    cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
+    cuda.manual_seed = cuda.manual_seed_all = lambda seed: torch.manual_seed(seed)
+    cuda.synchronize = lambda *args, **kwargs: None
+    cuda.empty_cache = lambda: None
+    cuda.Stream = cuda.Event = _HostStream
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _HostStream()
+    cuda.stream = lambda stream: stream if stream is not None else _HostStream()
+    cuda._longstraw_cpu = True
+    _patch_rng_tracker()
+    _patch_gated_delta_net()
+
+
+def _patch_rng_tracker() -> None:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    require_source(megatron_random._get_cuda_rng_state, "def _get_cuda_rng_state(", "graph_safe")
+    require_source(megatron_random._set_cuda_rng_state, "def _set_cuda_rng_state(", "graph_safe")
+    megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def _patch_gated_delta_net() -> None:
+    """GatedDeltaNet refuses to build without flash-linear-attention, of which it needs only `l2norm` on the CPU."""
+    from megatron.core.ssm.gated_delta_net import common
+
+    require_attribute(common, "HAVE_FLA")
+    require_source(common._GDNBase.__init__, "if not HAVE_FLA")
+    require_source(common._GDNBase._prepare_input_for_gated_delta_rule, "l2norm(query_key.contiguous())")
+    common.HAVE_FLA = True
+    common.l2norm = l2norm
+
+
+def l2norm(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:
+    """x / sqrt(sum(x^2) + eps) along `dim`, computed in float32 at least, in x's dtype (flash-linear-attention's form)."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).sum(dim, keepdim=True) + eps)).to(x.dtype)
