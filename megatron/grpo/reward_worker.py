@@ -1,0 +1,90 @@
+"""The child process that calls reward functions, one sample at a time, for `reward_pool`.
+
+It is started as a fresh Python, so it holds none of the trainer's memory, sockets or process groups. It dies with
+the trainer: by the kernel's parent-death signal, which also reaches a function stuck in C code, and at the end of
+its pipe. Processes that a reward function starts belong to the worker's process group, and go when the pool kills
+it; only if the trainer itself is killed do they outlive it.
+
+Left out: limits on memory and network, and any sandbox. A reward function is trusted code.
+"""
+
+import ctypes
+import math
+import os
+import signal
+import traceback
+from multiprocessing.connection import Connection
+from numbers import Real
+from typing import Any
+
+from megatron.grpo.reward_functions import RewardFunction, resolve_reward
+
+PR_SET_PDEATHSIG = 1
+MESSAGE_LIMIT = 2000
+"""Longest message kept of one failure, in characters."""
+
+
+def serve(fd: int, parent_pid: int, names: list[str]) -> None:
+    """Answer samples on the connection `fd` until it closes.
+
+    Sends `("ready",)` or `("refused", sentence)` first. Then for each `(prompt, response, answer, extra)` received:
+    `("begin", i)` before each function i, and `("done", outcomes)` with one (status, value, message) a function.
+    """
+    os.set_inheritable(fd, False)
+    _die_with_parent(parent_pid)
+    # Slurm sends SIGTERM to all processes of a step while the trainer still finishes it, and needs its rewards. A
+    # handler, unlike SIG_IGN, is not passed on to programs that a reward function starts.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    with Connection(fd) as connection:
+        try:
+            functions = [resolve_reward(name) for name in names]
+        except ValueError as error:
+            connection.send(("refused", str(error)))
+            return
+        connection.send(("ready",))
+        while True:
+            try:
+                sample = connection.recv()
+            except EOFError:
+                return
+            outcomes = []
+            for index, function in enumerate(functions):
+                connection.send(("begin", index))
+                outcomes.append(call_reward(names[index], function, sample))
+            connection.send(("done", outcomes))
+
+
+def call_reward(
+    name: str, function: RewardFunction, sample: tuple[str, str, str, dict[str, Any]]
+) -> tuple[str, float | None, str]:
+    """Call one function and judge what it returns.
+
+    Returns:
+        ("ok", value, ""), ("error", None, message) where it raised, or ("invalid", None, message) where it returned
+        something other than one finite number.
+    """
+    try:
+        value = function(*sample)
+    # BaseException: sys.exit() in a reward, or math-verify's own timeout, is a failed sample, not a dead worker.
+    except BaseException as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        return "error", None, f"reward {name} raised {type(error).__name__}: {error}{where}"[:MESSAGE_LIMIT]
+    if isinstance(value, (list, tuple)):
+        return "invalid", None, f"reward {name} returned a {type(value).__name__} of {len(value)}, not one number"
+    if not isinstance(value, Real):
+        return "invalid", None, f"reward {name} returned a {type(value).__name__}, not one number"
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        return "invalid", None, f"reward {name} returned {number}, not a finite number"
+    return "ok", number, ""
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed; reward workers need Linux")
+    if os.getppid() != parent_pid:  # the parent died before the request took effect
+        os._exit(1)
