@@ -120,7 +120,9 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, row {number}: not valid JSON ({error})") from error
             if not isinstance(columns, dict):
-                raise ValueError(f"{path}, row {number}: a JSON {type(columns).__name__}, but each line must be an object")
+                raise ValueError(
+                    f"{path}, row {number}: a JSON {type(columns).__name__}, but each line must be an object"
+                )
             yield Row(source=path, number=number, columns=columns)
 
 

@@ -55,7 +55,9 @@ class PromptOrder:
         """
         num_prompts = self._identity["num_prompts"]
         if not 1 <= count <= num_prompts:
-            raise ValueError(f"cannot take {count} prompts a step (--prompts-per-step) from a data set of {num_prompts}")
+            raise ValueError(
+                f"cannot take {count} prompts a step (--prompts-per-step) from a data set of {num_prompts}"
+            )
         taken: list[int] = []
         while len(taken) < count:
             if self.position == num_prompts:

@@ -42,7 +42,10 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
 
 
 def encode_prompt(
-    tokenizer: "PreTrainedTokenizerBase", prompt: str | Sequence[int] | Sequence[dict[str, Any]], *, apply_chat_template: bool
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: str | Sequence[int] | Sequence[dict[str, Any]],
+    *,
+    apply_chat_template: bool,
 ) -> list[int]:
     """Encode one prompt; what it is decides how.
 
