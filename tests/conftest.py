@@ -11,10 +11,10 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter):
-    """Appends this run's counts to $LONGSTRAW_TEST_COUNTS, one JSON line; xdist workers have no terminal summary."""
+def pytest_terminal_summary(terminalreporter, config):
+    """Appends this run's counts to $LONGSTRAW_TEST_COUNTS, one JSON line; an xdist worker's are its controller's too."""
     path = os.environ.get("LONGSTRAW_TEST_COUNTS")
-    if path:
+    if path and not hasattr(config, "workerinput"):
         counts = {kind: len(terminalreporter.stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")}
         with open(path, "a") as file:
             file.write(json.dumps(counts) + "\n")

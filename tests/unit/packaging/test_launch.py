@@ -188,14 +188,15 @@ def test_a_signal_before_the_ranks_exist_ends_the_launch(ranks):
 
 
 @pytest.mark.ranks
-def test_killing_the_launcher_takes_the_ranks_along(ranks):
-    process = ranks.start(IGNORE_SIGTERM, flags=("--grace-seconds", "1"))
+def test_killing_the_launcher_lets_the_ranks_save_and_ends_them(ranks):
+    process = ranks.start(SAVE_ON_SIGTERM)
     ranks.wait_for("started-0", "started-1")
     process.kill()
     deadline = time.monotonic() + 20
     while ranks.alive():
         assert time.monotonic() < deadline, ranks.alive()
         time.sleep(0.1)
+    assert [(ranks.folder / f"saved-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
 
 
 @pytest.mark.ranks

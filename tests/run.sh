@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Runs the tests. Makes the environment first; needs nothing else.
+#
+#   ./tests/run.sh                         everything: single-process tests two at a time, then those that start ranks
+#   ./tests/run.sh tests/unit/optim        some of it; every argument is pytest's
+#   ./tests/run.sh -k launch -x
+#
+# LONGSTRAW_TEST_SECONDS bounds the whole run (default 1500), LONGSTRAW_TEST_WORKERS the first part's processes.
+set -uo pipefail
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+"$root/tools/setup_env.sh" || exit 1
+python=${LONGSTRAW_VENV:-$root/.venv}/bin/python
+export OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1
+cores=$(nproc)
+workers=${LONGSTRAW_TEST_WORKERS:-$((cores < 4 ? cores : 4))}
+budget=${LONGSTRAW_TEST_SECONDS:-1500}
+scratch=$(mktemp -d)
+trap 'rm -rf -- "$scratch"' EXIT
+export LONGSTRAW_TEST_COUNTS=$scratch/counts
+: >"$LONGSTRAW_TEST_COUNTS"
+status=0
+
+# Runs the tests that the expression $1 marks, with the arguments after it. pytest's status 5 means that nothing was
+# selected, which one part may say of itself; that nothing ran at all is judged at the end.
+run_part() {
+    local expression=$1 left=$((budget - SECONDS)) part=0
+    shift
+    [ "$left" -gt 0 ] || { echo "tests: no time left for '$expression' (LONGSTRAW_TEST_SECONDS=$budget)" >&2; status=124; return; }
+    (cd "$root" && timeout --kill-after=15 "$left" "$python" -m pytest -q --durations=10 -m "$expression" "$@") || part=$?
+    [ "$part" -eq 124 ] && echo "tests: stopped after $budget s (LONGSTRAW_TEST_SECONDS)" >&2
+    [ "$part" -eq 0 ] || [ "$part" -eq 5 ] || status=$part
+}
+
+run_part "not ranks" -n "$workers" --dist loadfile "$@"
+[ "$status" -eq 2 ] || run_part "ranks" -n 0 "$@"
+
+"$python" -I - "$LONGSTRAW_TEST_COUNTS" "$SECONDS" <<'PY' || status=$((status ? status : 5))
+import json, sys
+
+parts = [json.loads(line) for line in open(sys.argv[1])]
+passed, failed, errors, skipped = (sum(part[kind] for part in parts) for kind in ("passed", "failed", "error", "skipped"))
+print(f"tests: {sys.argv[2]} s" + ("" if passed + failed + errors else ", and no test ran"))
+print(f"{passed} passed, {failed + errors} failed, {skipped} skipped", flush=True)
+sys.exit(0 if passed + failed + errors else 5)
+PY
+exit "$status"
