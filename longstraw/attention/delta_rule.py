@@ -34,7 +34,7 @@ def naive_delta_rule(
 
 def chunked_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    initial_state: torch.Tensor, chunk_size: int = 64,
+    initial_state: torch.Tensor, chunk_size: int = 32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as `naive_delta_rule`, a chunk of tokens at a time; differentiable in every input, the state included."""
     dtype, tokens = v.dtype, v.shape[1]

@@ -27,13 +27,14 @@ from longstraw.attention.layout import BlockLayout
 class Pages(Protocol):
     """Keys and values that this rank owns from earlier blocks of one layer and one segment."""
 
-    rows: int
+    @property
+    def rows(self) -> int: ...
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(k, v), each [B or 1, G, N, D], on the compute device; batch 1 is shared by the block's whole batch."""
 
     def add_adjoint(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Add to the adjoints of the rows that `read` returned."""
+        """Add to the adjoints of the rows that `read` returned; nothing where the pages are constants."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,12 @@ class AttentionGeometry:
     """What an attention call needs besides tensors; all that the autograd node keeps of its block.
 
     scale: softmax scale. rows_at_once: rows a rank whose queries are gathered at a time. history: earlier pages.
-    collect_adjoints: whether the backward adds to the pages' adjoints (false: the pages are constants).
     """
 
     layout: BlockLayout
     scale: float
     rows_at_once: int
     history: tuple[Pages, ...]
-    collect_adjoints: bool
 
 
 @dataclass(frozen=True)
@@ -179,8 +178,7 @@ def _span_bwd(do, q, o, lse, k, v, dk, dv, span, geometry):
     pk, pv = span.pages.read()
     folded = [_fold_batch(t, pk) for t in (do, q, o)] + [_fold_batch(lse[..., None], pk)[..., 0]]
     dq, dks, dvs = attend_bwd(folded[0], folded[1], pk, pv, folded[2], folded[3], False, geometry.scale)
-    if geometry.collect_adjoints:
-        span.pages.add_adjoint(dks, dvs)
+    span.pages.add_adjoint(dks, dvs)
     return _unfold_batch(dq, q)
 
 

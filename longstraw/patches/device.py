@@ -104,7 +104,7 @@ def install_cpu_device_layer() -> None:
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
-    cuda.manual_seed = cuda.manual_seed_all = lambda seed: torch.manual_seed(seed)
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
     cuda.synchronize = lambda *args, **kwargs: None
     cuda.empty_cache = lambda: None
     cuda.Stream = cuda.Event = _HostStream

@@ -1,0 +1,91 @@
+"""The adapter protocol: what the sweeps ask of a layer kind.
+
+An adapter is the sweep's view of one layer (it is keyed by Megatron's `layer_number`). It holds no state of a sweep: the
+state is in the SegmentState, and what one block needs is in a run object, bound to the layer's module for the duration
+of that block only.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from longstraw.attention.layout import BlockLayout
+from longstraw.prompt_state.kept import KeptResidency
+from longstraw.prompt_state.ledger import Ledger
+from longstraw.prompt_state.residency import Residency, Staging
+from longstraw.segments import SegmentState
+
+Root = tuple[torch.Tensor, torch.Tensor]
+"""A tensor of a block's graph and the gradient to start from there."""
+
+
+class EndOfCapture(Exception):
+    """Raised by the last layer of a block without loss once its state is captured: nothing after it is needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatePolicy:
+    """Where state lives, how it is watched, and how many rows' queries are gathered at a time."""
+
+    page_residency: Residency
+    adjoint_residency: Residency
+    attention_output_residency: KeptResidency
+    rows_at_once: int
+    staging: Staging
+    ledger: Ledger
+
+
+class LayerRun:
+    """What a layer's module reads and leaves while one block runs; each adapter has its own kind.
+
+    It holds tensors of the block's graph: no autograd node may hold it, or the graph is never freed.
+    """
+
+    layout: BlockLayout
+    stop_here: bool
+
+
+class LayerAdapter(Protocol):
+    """One stateful layer of a model."""
+
+    layer_number: int
+    module: torch.nn.Module
+
+    def open(self, segment: SegmentState, policy: StatePolicy) -> object:
+        """The layer's empty state for a segment (format, owner and residency of what will be stored)."""
+
+    def restore(self, segment: SegmentState, block: int, policy: StatePolicy, *, replay: bool, stop_here: bool) -> LayerRun:
+        """What the module reads to run a block from its boundary; with `replay`, leaves that take gradients."""
+
+    def capture(self, run: LayerRun, segment: SegmentState, block: int) -> None:
+        """Store what the module left after the forward sweep's pass over a block."""
+
+    def prepare(self, segment: SegmentState) -> None:
+        """Before anything that follows the segment's blocks is differentiated: open zero adjoints of its state."""
+
+    def replay_roots(self, run: LayerRun, segment: SegmentState, block: int) -> list[Root]:
+        """Where the backward of a replayed block starts, besides its loss: end states with their adjoints.
+
+        The list depends on the structure of the tree only, never on what this rank owns: collectives must match.
+        """
+
+    def pass_adjoint(self, run: LayerRun, segment: SegmentState, block: int) -> None:
+        """After the backward: hand the adjoint of the block's start to the block or segment before, and release."""
+
+    def partial_over_tp(self) -> list[torch.nn.Parameter]:
+        """Parameters whose gradient on a rank is a partial sum that Megatron's finalization does not add over TP."""
+
+
+@contextmanager
+def bind(adapters: list[LayerAdapter], runs: dict[int, LayerRun]) -> Iterator[None]:
+    """Give each adapter's module its run; nothing stays bound after the block, also when it raises."""
+    try:
+        for adapter in adapters:
+            adapter.module.run = runs[adapter.layer_number]
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.module.run = None

@@ -1,0 +1,140 @@
+"""Full attention (MHA, GQA, with or without an output gate): keys and values in pages.
+
+Only the core attention of Megatron's SelfAttention is swapped: it gets q, k, v after q/k norm and rotary embedding, and
+the output gate is applied outside it. Megatron's [s, b, h, d] ends here; inside it is [B, H, S, D].
+"""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+
+from longstraw.adapters.base import EndOfCapture, LayerRun, Root, StatePolicy
+from longstraw.attention.layout import BlockLayout
+from longstraw.attention.paged import AttentionGeometry, attend, paged_attention
+from longstraw.prompt_state.kept import KeptOutputs
+from longstraw.prompt_state.pages import PageArena, PageView
+from longstraw.segments import SegmentState
+
+
+@dataclass(eq=False)
+class AttentionState:
+    """State of one attention layer and segment: pages, and the outputs that the forward sweep kept."""
+
+    pages: PageArena
+    kept: KeptOutputs
+
+
+@dataclass(eq=False)
+class AttentionRun(LayerRun):
+    """One block: what core attention reads (above) and leaves (below).
+
+    k, v: own keys and values [B, G, M, D], the very tensors of the graph. output: (o, lse) of a pass without gradient.
+    """
+
+    layout: BlockLayout
+    stop_here: bool
+    history: tuple[PageView, ...]
+    rows_at_once: int
+    upcoming: tuple[PageView, ...] = ()
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+    output: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class PagedCoreAttention(MegatronModule):
+    """Core attention of SelfAttention over pages; runs only while a block is bound to it."""
+
+    def __init__(self, config, layer_number, attn_mask_type=None, attention_type=None, softmax_scale=None, **_):
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.run: AttentionRun | None = None
+
+    def forward(self, query, key, value, attention_mask=None, **_):
+        """query [s, b, H, D], key and value [s, b, G, D] of this rank's rows -> [s, b, H * D]."""
+        run = self.run
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        k, v = k[:, :, : run.layout.mine].contiguous(), v[:, :, : run.layout.mine].contiguous()
+        run.k, run.v = k, v
+        if run.stop_here:
+            raise EndOfCapture
+        for view in run.upcoming:
+            view.arena.prefetch(view.rows)
+        geometry = AttentionGeometry(run.layout, self.softmax_scale, run.rows_at_once, run.history)
+        if torch.is_grad_enabled():
+            o = paged_attention(q.contiguous(), k, v, geometry, run.kept)
+        else:
+            run.output = attend(q.contiguous(), k, v, geometry)
+            o = run.output[0]
+        return o.permute(2, 0, 1, 3).flatten(2)
+
+
+class FullAttentionAdapter:
+    """The sweeps' view of one full-attention layer."""
+
+    def __init__(self, module: PagedCoreAttention):
+        self.layer_number, self.module = module.layer_number, module
+
+    def open(self, segment: SegmentState, policy: StatePolicy) -> AttentionState:
+        """Pages for the tokens that this rank will own."""
+        rank = segment.plan[0].rank if segment.plan else 0
+        where = dict(segment=segment.name, layer_number=self.layer_number, owner=rank)
+        pages = PageArena(
+            **where, capacity=segment.rows_before(len(segment.plan)), residency=policy.page_residency,
+            adjoint_residency=policy.adjoint_residency, staging=policy.staging,
+        )
+        kept = KeptOutputs(**where, residency=policy.attention_output_residency)
+        policy.ledger.watch(pages)
+        policy.ledger.watch(kept)
+        return AttentionState(pages, kept)
+
+    def history(self, segment: SegmentState, block: int) -> tuple[PageView, ...]:
+        """The pages that a block attends to: all of the ancestors', and its own segment's before it."""
+        views = [
+            PageView(a.layers[self.layer_number].pages, a.layers[self.layer_number].pages.rows, a.constant)
+            for a in segment.ancestors()
+        ]
+        return (*views, PageView(segment.layers[self.layer_number].pages, segment.rows_before(block)))
+
+    def restore(self, segment, block, policy, *, replay, stop_here) -> AttentionRun:
+        """The pages before the block and, in a replay, its kept output."""
+        layout, state = segment.plan[block], segment.layers[self.layer_number]
+        kept = state.kept.take(block, _device(self.module)) if replay else None
+        return AttentionRun(layout, stop_here, self.history(segment, block), policy.rows_at_once, kept=kept)
+
+    def capture(self, run: AttentionRun, segment: SegmentState, block: int) -> None:
+        """Append the block's keys and values; keep its output where asked."""
+        state = segment.layers[self.layer_number]
+        state.pages.append(run.k, run.v)
+        if run.output is not None:
+            state.kept.keep(block, *run.output)
+
+    def prepare(self, segment: SegmentState) -> None:
+        """Zero adjoints for the pages, on every rank, also where a rank owns none."""
+        if segment.plan:
+            segment.layers[self.layer_number].pages.open_adjoints(_device(self.module))
+
+    def replay_roots(self, run: AttentionRun, segment: SegmentState, block: int) -> list[Root]:
+        """The block's keys and values with the adjoints of their pages, where anything follows the block."""
+        pages = segment.layers[self.layer_number].pages
+        if pages.dk is None:
+            return []
+        start = segment.rows_before(block)
+        dk, dv = pages.adjoint(start, start + segment.plan[block].mine, run.k.device)
+        return [(run.k, dk.to(run.k.dtype)), (run.v, dv.to(run.v.dtype))]
+
+    def pass_adjoint(self, run: AttentionRun, segment: SegmentState, block: int) -> None:
+        """Release the block's pages; their adjoints have gone into its graph."""
+        segment.layers[self.layer_number].pages.release(segment.rows_before(block))
+
+    def partial_over_tp(self) -> list[torch.nn.Parameter]:
+        """None: Megatron adds the q and k norms itself."""
+        return []
+
+
+def _device(module: PagedCoreAttention) -> torch.device:
+    from longstraw.patches.device import current_device
+
+    return current_device()

@@ -1,0 +1,28 @@
+"""Which adapter serves which module.
+
+A new layer kind registers here: its stateful module class and its adapter class.
+"""
+
+import torch
+
+from longstraw.adapters.base import LayerAdapter
+from longstraw.adapters.full_attention import FullAttentionAdapter, PagedCoreAttention
+from longstraw.adapters.gated_delta_net import GatedDeltaNetAdapter, StatefulGatedDeltaNet
+
+ADAPTERS: dict[type[torch.nn.Module], type] = {
+    PagedCoreAttention: FullAttentionAdapter,
+    StatefulGatedDeltaNet: GatedDeltaNetAdapter,
+}
+
+
+def find_adapters(model: torch.nn.Module, num_layers: int) -> list[LayerAdapter]:
+    """One adapter a layer, in layer order. Raises ValueError where a layer has no stateful module, or more than one."""
+    found = [ADAPTERS[type(module)](module) for module in model.modules() if type(module) in ADAPTERS]
+    found.sort(key=lambda adapter: adapter.layer_number)
+    numbers = [adapter.layer_number for adapter in found]
+    if numbers != list(range(1, num_layers + 1)):
+        raise ValueError(
+            f"the model has {num_layers} layers, but stateful modules stand in layers {numbers}: "
+            "build it with the layer specs of longstraw.patches.layer_specs and --pipeline-model-parallel-size 1"
+        )
+    return found

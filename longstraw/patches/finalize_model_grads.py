@@ -1,0 +1,41 @@
+"""Gradient finalization, once a step: Megatron's own, plus the sums over tensor parallelism that it leaves out.
+
+Megatron's `finalize_model_grads` sums DDP's buckets over data x context parallelism, and adds over TP the norms that see
+only part of the tokens (sequence parallelism) or of the heads (q and k norm). It misses the gated delta net's output
+norm, which sees only this rank's heads (distributed/finalize_model_grads.py, `_allreduce_non_tensor_model_parallel_grads`).
+
+The whole step runs under DDP's `no_sync`, so that a bucket is reduced once, whatever the number of chunks.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from longstraw.adapters.base import LayerAdapter
+from longstraw.patches.device import cuda_means_cpu
+
+
+def finalize_gradients(ddp_model, adapters: Sequence[LayerAdapter], groups: ProcessGroupCollection) -> None:
+    """Reduce every gradient to its global sum, in `main_grad`. Called by all ranks, once a step, after `no_sync`.
+
+    ddp_model: Megatron's DistributedDataParallel, built with `calculate_per_token_loss` (sums, no averages).
+    """
+    sum_over_tp(adapters, groups.tp)
+    with cuda_means_cpu():
+        finalize_model_grads([ddp_model], None, pg_collection=groups)
+
+
+def sum_over_tp(adapters: Sequence[LayerAdapter], tp: dist.ProcessGroup) -> None:
+    """Add over TP the gradients that the adapters name as partial sums."""
+    if tp.size() == 1:
+        return
+    grads = [p.main_grad for adapter in adapters for p in adapter.partial_over_tp() if p.requires_grad]
+    if not grads:
+        return
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    dist.all_reduce(flat, group=tp)
+    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads])):
+        grad.copy_(total.view_as(grad))

@@ -1,0 +1,6 @@
+"""The state that segments leave behind, and its adjoints.
+
+`pages`: append-only keys and values of one attention layer. `kept`: a layer's attention outputs from the forward sweep.
+`recurrent`: recurrent and conv states of one gated delta net layer. `residency`: where a tensor lives and how host
+pages are staged. `ledger`: which bytes are resident, where, whose and why.
+"""

@@ -1,0 +1,102 @@
+"""Segments: spans of tokens that follow a parent, and the state that each leaves.
+
+A prompt is a segment without loss, a response one with loss; a prefix that only some responses share is a segment
+between them. `Segment` is the work to do; `SegmentState` is what running it leaves behind for the segments that follow.
+
+A prompt segment stops one token short of the prompt, and each response begins with that token, which predicts the
+response's first: see `grow_group`.
+
+B batch, S tokens of the segment.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from longstraw.attention.layout import BlockLayout
+
+BlockLoss = Callable[[torch.Tensor, slice], torch.Tensor]
+"""Loss of one block: (log-probabilities [B, M] of the M tokens that this rank owns, their columns in the segment) -> a
+scalar with gradient. The sum over blocks and ranks is the segment's loss: a normaliser is in the weights already."""
+
+
+@dataclass(eq=False)
+class Segment:
+    """inputs [B, S] (S may be 0); targets [B, S] and loss, or neither; children follow the last input."""
+
+    name: str
+    inputs: torch.Tensor
+    targets: torch.Tensor | None = None
+    loss: BlockLoss | None = None
+    children: list["Segment"] = field(default_factory=list)
+
+    def __post_init__(self):
+        if self.inputs.dim() != 2:
+            raise ValueError(f"segment {self.name}: inputs are [batch, tokens], not {tuple(self.inputs.shape)}")
+        if self.targets is not None and self.targets.shape != self.inputs.shape:
+            raise ValueError(f"segment {self.name}: {tuple(self.targets.shape)} targets for {tuple(self.inputs.shape)} inputs")
+
+    @property
+    def length(self) -> int:
+        """Tokens of the segment."""
+        return self.inputs.shape[1]
+
+
+@dataclass(eq=False)
+class SegmentState:
+    """What a segment's sweep has left, layer by layer: pages of attention layers, boundary states of GDN layers.
+
+    parent: the state that the segment follows. plan: its blocks. layers: layer_number -> the adapter's state.
+    constant: later segments treat this state as a constant (`response_only`): they add nothing to its adjoints.
+    """
+
+    name: str
+    parent: "SegmentState | None"
+    plan: list[BlockLayout]
+    batch: int
+    start: int
+    layers: dict[int, object] = field(default_factory=dict)
+    constant: bool = False
+
+    @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.plan[-1].start + self.plan[-1].length if self.plan else self.start
+
+    def rows_before(self, block: int) -> int:
+        """Tokens that this rank owns in the blocks before `block`."""
+        return sum(layout.mine for layout in self.plan[:block])
+
+    def ancestors(self) -> list["SegmentState"]:
+        """The states that this segment follows, the root first."""
+        return [] if self.parent is None else [*self.parent.ancestors(), self.parent]
+
+
+def cut_columns(state: SegmentState, block: int) -> slice:
+    """The columns of the segment's [B, S] tensors that lie in a block."""
+    layout = state.plan[block]
+    at = layout.start - state.start
+    return slice(at, at + layout.length)
+
+
+def own_columns(state: SegmentState, block: int) -> slice:
+    """The columns of the segment's [B, S] tensors that this rank owns in a block."""
+    layout = state.plan[block]
+    at = layout.start - state.start + layout.first
+    return slice(at, at + layout.mine)
+
+
+def grow_group(prompt: torch.Tensor, responses: list[torch.Tensor], losses: list[BlockLoss]) -> Segment:
+    """The tree of one prompt [1, P] and responses [B, R] each (B responses replayed together): root and leaves.
+
+    Raises ValueError for an empty prompt or response.
+    """
+    if prompt.shape[1] == 0 or any(r.shape[1] == 0 for r in responses):
+        raise ValueError("a prompt and a response have at least 1 token")
+    root = Segment("prompt", prompt[:, :-1])
+    for index, (response, loss) in enumerate(zip(responses, losses, strict=True)):
+        last = prompt[:, -1:].expand(response.shape[0], 1)
+        inputs = torch.cat([last, response[:, :-1]], 1)
+        root.children.append(Segment(f"response{index}", inputs, response, loss))
+    return root

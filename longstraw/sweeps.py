@@ -1,0 +1,201 @@
+"""The one algorithm: a forward sweep that leaves boundary states, and a reverse sweep that differentiates block by block.
+
+`forward_sweep` runs a segment's blocks without autograd and leaves its state. `reverse_sweep` recomputes them last to
+first, each with its own small graph: the roots of its one backward are the block's loss, its keys and values with their
+pages' adjoints, and its end states with theirs. `replay` does both over a tree of segments: the loss's exact gradient
+lands in the parameters, and nothing but the segment states outlives a block.
+
+Every rank builds the same graph, with the same roots in the same order, whatever it owns: otherwise the collectives in
+the backward would not match.
+
+Left out: rewards, old log-probabilities, the optimizer (see `longstraw.transaction`).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from longstraw.adapters.base import LayerRun, StatePolicy, bind
+from longstraw.adapters.decoder import run_decoder, token_logprobs
+from longstraw.adapters.registry import find_adapters
+from longstraw.attention.exchange import gather_tokens
+from longstraw.attention.layout import plan_blocks
+from longstraw.patches.device import current_device
+from longstraw.prompt_state.kept import KeptResidency
+from longstraw.prompt_state.ledger import Ledger
+from longstraw.prompt_state.residency import Residency, Staging
+from longstraw.segments import Segment, SegmentState, cut_columns, own_columns
+
+Semantics = Literal["exact", "response_only"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """How segments are cut, where their state lives, and what the gradient means."""
+
+    semantics: Semantics = "exact"
+    """What the gradient is: `exact`, the full gradient; `response_only`, the prompt state as a constant."""
+
+    prompt_chunk_size: int = 4096
+    """Tokens of the prompt per chunk: the live graph of the prompt's reverse sweep is one chunk of this size."""
+
+    response_block_size: int = 1024
+    """Tokens of a response per block: the live graph of a replay is one block of this size."""
+
+    page_residency: Residency = "device"
+    """Where keys and values of earlier tokens live: `device`, or `host` (pinned, staged one layer ahead)."""
+
+    adjoint_residency: Residency = "device"
+    """Where the gradients of those keys and values accumulate: `device` or `host`."""
+
+    attention_output_residency: KeptResidency = "none"
+    """Keep the prompt's attention outputs and log-sum-exps for the reverse sweep on `host` or `device`, so that it does
+    not redo the quadratic part; `none` recomputes. Both are exact."""
+
+    query_rows_at_once: int = 4096
+    """Rows per rank whose queries are gathered over context parallel at a time; bounds the gathered buffer."""
+
+    logprob_chunk_tokens: int = 1024
+    """Tokens of the vocabulary projection at a time: no float32 [tokens, vocabulary] tensor is larger than this."""
+
+    def __post_init__(self):
+        for name in ("prompt_chunk_size", "response_block_size", "query_rows_at_once", "logprob_chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is at least 1, not {getattr(self, name)}")
+
+
+class ReplayEngine:
+    """Sweeps over one model: the adapters of its layers, its state policy and its ledger.
+
+    model: a GPTModel with stateful layers (unwrapped), whose `pg_collection` names the groups. vocab_size: the true
+    vocabulary; rows of the projection beyond it are padding. temperature: of every log-probability.
+    """
+
+    def __init__(self, model, config: SweepConfig, *, vocab_size: int, temperature: float = 1.0):
+        self.model, self.config, self.vocab_size, self.temperature = model, config, vocab_size, temperature
+        self.cp = model.pg_collection.cp
+        self.unit = model.pg_collection.tp.size() if model.config.sequence_parallel else 1
+        self.adapters = find_adapters(model, model.config.num_layers)
+        self.ledger = Ledger()
+        self.policy = StatePolicy(
+            page_residency=config.page_residency, adjoint_residency=config.adjoint_residency,
+            attention_output_residency=config.attention_output_residency, rows_at_once=config.query_rows_at_once,
+            staging=Staging(current_device()), ledger=self.ledger,
+        )
+
+    def open_segment(self, segment: Segment, parent: SegmentState | None, *, constant: bool = False) -> SegmentState:
+        """The empty state of a segment that follows `parent` (None: the beginning)."""
+        start = 0 if parent is None else parent.end
+        block_size = self.config.prompt_chunk_size if segment.targets is None else self.config.response_block_size
+        plan = plan_blocks(start, segment.length, block_size, self.cp.size(), self.cp.rank(), self.unit, self.cp)
+        state = SegmentState(segment.name, parent, plan, segment.inputs.shape[0], start, constant=constant)
+        for adapter in self.adapters:
+            state.layers[adapter.layer_number] = adapter.open(state, self.policy)
+        return state
+
+    def _run_block(self, segment: Segment, state: SegmentState, block: int, *, replay: bool):
+        """One block through the model -> (hidden or None, layer_number -> run)."""
+        stop_at = self.adapters[-1] if segment.targets is None else None
+        runs: dict[int, LayerRun] = {}
+        for adapter in self.adapters:
+            stop_here = adapter is stop_at
+            runs[adapter.layer_number] = adapter.restore(state, block, self.policy, replay=replay, stop_here=stop_here)
+        self._announce_pages(runs)
+        with bind(self.adapters, runs):
+            hidden = run_decoder(self.model, segment.inputs[:, cut_columns(state, block)], state.plan[block])
+        return hidden, runs
+
+    def _announce_pages(self, runs: dict[int, LayerRun]) -> None:
+        """Tell each paged layer which pages the next one will read, so that they are fetched meanwhile."""
+        paged = [run for run in runs.values() if getattr(run, "history", None)]
+        for run, following in zip(paged, paged[1:]):
+            run.upcoming = following.history
+
+    def _logprobs(self, segment: Segment, state: SegmentState, block: int, hidden: torch.Tensor) -> torch.Tensor:
+        return token_logprobs(
+            self.model, hidden, segment.targets[:, cut_columns(state, block)], state.plan[block],
+            temperature=self.temperature, chunk_tokens=self.config.logprob_chunk_tokens, vocab_size=self.vocab_size,
+        )
+
+    @torch.no_grad()
+    def run_forward(self, segment: Segment, state: SegmentState, block: int) -> torch.Tensor | None:
+        """One block of the forward sweep: captures its state and returns its hidden states [rows, B, hidden]."""
+        hidden, runs = self._run_block(segment, state, block, replay=False)
+        for adapter in self.adapters:
+            adapter.capture(runs[adapter.layer_number], state, block)
+        return hidden
+
+    @torch.no_grad()
+    def forward_sweep(
+        self, segment: Segment, parent: SegmentState | None, *, constant: bool = False
+    ) -> tuple[SegmentState, torch.Tensor | None]:
+        """Run a segment without autograd.
+
+        Returns its state, and the log-probabilities of its targets [B, S], equal on every rank (None without targets).
+        """
+        state, logprobs = self.open_segment(segment, parent, constant=constant), []
+        for block in range(len(state.plan)):
+            hidden = self.run_forward(segment, state, block)
+            if segment.targets is not None:
+                own = self._logprobs(segment, state, block, hidden)
+                logprobs.append(gather_tokens(own, state.plan[block]))
+        return state, torch.cat(logprobs, 1) if logprobs else None
+
+    def capture_boundaries(self, segment: Segment, parent: SegmentState | None, *, constant: bool) -> SegmentState:
+        """The state that the reverse sweep needs: every block's start and, where children follow, the segment's end."""
+        state = self.open_segment(segment, parent, constant=constant)
+        for block in range(len(state.plan) if segment.children else len(state.plan) - 1):
+            self.run_forward(segment, state, block)
+        return state
+
+    def prepare_adjoints(self, state: SegmentState) -> None:
+        """Open zero adjoints of a segment's state, before anything that follows it is differentiated."""
+        for adapter in self.adapters:
+            adapter.prepare(state)
+
+    def reverse_sweep(self, segment: Segment, state: SegmentState) -> float:
+        """Differentiate a segment's blocks, last to first, given the adjoints of its state; returns its loss.
+
+        Gradients land in the parameters; the adjoint of its start goes to its parent's state. The state is used up.
+        The loss is this rank's share.
+        """
+        total = 0.0
+        if len(state.plan) > 1:
+            self.prepare_adjoints(state)
+        for block in reversed(range(len(state.plan))):
+            total += self._reverse_block(segment, state, block)
+        return total
+
+    def _reverse_block(self, segment: Segment, state: SegmentState, block: int) -> float:
+        hidden, runs = self._run_block(segment, state, block, replay=True)
+        tensors, grads, loss = [], [], None
+        if segment.loss is not None:
+            logprobs = self._logprobs(segment, state, block, hidden)
+            loss = segment.loss(logprobs, own_columns(state, block))
+            tensors.append(loss)
+            grads.append(torch.ones_like(loss))
+        for adapter in self.adapters:
+            for tensor, grad in adapter.replay_roots(runs[adapter.layer_number], state, block):
+                tensors.append(tensor)
+                grads.append(grad)
+        torch.autograd.backward(tensors, grads)
+        for adapter in self.adapters:
+            adapter.pass_adjoint(runs[adapter.layer_number], state, block)
+        return 0.0 if loss is None else loss.item()
+
+    def replay_children(self, children: list[Segment], state: SegmentState) -> float:
+        """Replay the segments that follow `state`, whose adjoints accumulate; returns this rank's share of the loss."""
+        if not state.constant:
+            self.prepare_adjoints(state)
+        return sum(self.replay(child, state) for child in children)
+
+    def replay(self, segment: Segment, parent: SegmentState | None = None) -> float:
+        """Forward sweep, children, reverse sweep: the whole gradient of a tree; returns this rank's share of the loss.
+
+        Under `response_only` the root (a prompt, without loss) is a constant, and its reverse sweep is skipped.
+        """
+        constant = self.config.semantics == "response_only" and parent is None and segment.loss is None
+        state = self.capture_boundaries(segment, parent, constant=constant)
+        loss = self.replay_children(segment.children, state) if segment.children else 0.0
+        return loss if constant else loss + self.reverse_sweep(segment, state)

@@ -1,0 +1,99 @@
+"""Build models from presets: the stateful model that the sweeps drive, or the conventional one of the same modules.
+
+Both have the same parameter names and shapes, so weights move between them by name.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from longstraw.adapters.full_attention import PagedCoreAttention
+from longstraw.adapters.gated_delta_net import StatefulGatedDeltaNet
+from longstraw.patches.device import cuda_means_cpu, install_cpu_device_layer
+from longstraw.patches.layer_specs import build_decoder_spec
+from megatron.grpo.presets import ModelPreset
+
+
+class FlashCoreAttention(MegatronModule):
+    """Core attention of a conventional model by torch's fused kernel: causal, whole sequence, no context parallelism.
+
+    Megatron's DotProductAttention materialises [S, S] scores, which no one would train long sequences with.
+    """
+
+    def __init__(self, config, layer_number, attn_mask_type=None, attention_type=None, softmax_scale=None, **_):
+        super().__init__(config=config)
+        self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+
+    def forward(self, query, key, value, attention_mask=None, **_):
+        """query [s, b, H, D], key and value [s, b, G, D] -> [s, b, H * D]."""
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+        return o.permute(2, 0, 1, 3).flatten(2)
+
+
+def pad_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
+    """The vocabulary padded to a multiple of divisible_by x TP, as Megatron pads it."""
+    unit = divisible_by * tensor_parallel_size
+    return -(-vocab_size // unit) * unit
+
+
+def build_model(
+    preset: ModelPreset, config: TransformerConfig, groups: ProcessGroupCollection, *,
+    core_attention: type = PagedCoreAttention, gated_delta_net: type = StatefulGatedDeltaNet,
+    padded_vocab_size: int | None = None,
+) -> GPTModel:
+    """The model of a preset, by default the stateful one, on the current device.
+
+    core_attention and gated_delta_net pick other classes: `DotProductAttention` or `FlashCoreAttention` with Megatron's
+    `GatedDeltaNet` give the conventional model. padded_vocab_size: see `pad_vocab_size` (default: no padding).
+    Raises ValueError where TP x CP does not divide what it has to.
+    """
+    check_divisible(preset, config)
+    install_cpu_device_layer()
+    with cuda_means_cpu():
+        return GPTModel(
+            config,
+            build_decoder_spec(config, core_attention=core_attention, gated_delta_net=gated_delta_net),
+            vocab_size=padded_vocab_size or preset.vocab_size,
+            max_sequence_length=preset.max_position_embeddings,
+            share_embeddings_and_output_weights=preset.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_percent=preset.rotary_percent,
+            rotary_base=preset.rotary_base,
+            pg_collection=groups,
+        )
+
+
+def build_conventional_model(preset, config, groups, *, flash: bool, padded_vocab_size: int | None = None) -> GPTModel:
+    """The same model of Megatron's own classes: whole sequences under ordinary autograd (context parallel 1)."""
+    attention = FlashCoreAttention if flash else DotProductAttention
+    return build_model(
+        preset, config, groups, core_attention=attention, gated_delta_net=GatedDeltaNet,
+        padded_vocab_size=padded_vocab_size,
+    )
+
+
+def check_divisible(preset: ModelPreset, config: TransformerConfig) -> None:
+    """Raise ValueError, naming the flags, where a parallel size does not divide the model's heads."""
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    if preset.num_attention_heads % tp or preset.num_query_groups % tp:
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} does not divide the {preset.num_attention_heads} query heads and "
+            f"{preset.num_query_groups} key/value heads of --model-preset {preset.name}"
+        )
+    if preset.hybrid and preset.linear_num_key_heads % (tp * cp):
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp} does not divide the "
+            f"{preset.linear_num_key_heads} gated delta net key heads of --model-preset {preset.name}"
+        )
+
+
+def synchronize_parameters(model: torch.nn.Module, group: torch.distributed.ProcessGroup) -> None:
+    """Broadcast every parameter from the group's first rank (context-parallel ranks hold the same weights)."""
+    for parameter in model.parameters():
+        torch.distributed.broadcast(parameter.data, group_src=0, group=group)

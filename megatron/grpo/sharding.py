@@ -1,0 +1,59 @@
+"""How each parameter lies over the tensor-parallel ranks, by its name.
+
+Column-parallel weights are cut along their first dimension, row-parallel ones along their second, norms are replicated.
+Some column-parallel weights hold several sections (gate and up; q, k, v, z, beta, alpha), each of which is cut.
+
+Left out: expert parallelism.
+"""
+
+import torch
+
+from megatron.grpo.presets import ModelPreset
+
+_ROW_PARALLEL = ("linear_proj.weight", "out_proj.weight", "linear_fc2.weight")
+
+
+def section_sizes(name: str, shape: torch.Size, preset: ModelPreset) -> list[int] | None:
+    """Sizes of the sections of a parameter's first dimension at TP 1, or None for one section.
+
+    name: the parameter's full name in the model; shape: its shape at TP 1.
+    """
+    if name.endswith("linear_fc1.weight"):
+        return [shape[0] // 2] * 2
+    if name.endswith(("in_proj.weight", "conv1d.weight")):
+        qk = preset.linear_num_key_heads * preset.linear_key_head_dim
+        v = preset.linear_num_value_heads * preset.linear_value_head_dim
+        heads = preset.linear_num_value_heads
+        return [qk, qk, v] if name.endswith("conv1d.weight") else [qk, qk, v, v, heads, heads]
+    return None
+
+
+def partition_dim(name: str) -> int | None:
+    """The dimension along which a parameter is cut over TP, or None where it is replicated."""
+    if "norm" in name:
+        return None
+    return 1 if name.endswith(_ROW_PARALLEL) else 0
+
+
+def shard_parameter(name: str, full: torch.Tensor, preset: ModelPreset, rank: int, size: int) -> torch.Tensor:
+    """This TP rank's part of a parameter (or its gradient) that is whole in `full`."""
+    dim = partition_dim(name)
+    if size == 1 or dim is None:
+        return full
+    sections = section_sizes(name, full.shape, preset) if dim == 0 else None
+    parts = full.split(sections, 0) if sections else [full]
+    return torch.cat([part.chunk(size, dim)[rank] for part in parts], dim)
+
+
+def unshard_parameter(name: str, shards: list[torch.Tensor], preset: ModelPreset) -> torch.Tensor:
+    """The whole parameter from every TP rank's part, in rank order: the inverse of `shard_parameter`."""
+    dim, size = partition_dim(name), len(shards)
+    if size == 1 or dim is None:
+        return shards[0]
+    rows = shards[0].shape[0] * (size if dim == 0 else 1)
+    sections = section_sizes(name, torch.Size([rows, *shards[0].shape[1:]]), preset) if dim == 0 else None
+    if not sections:
+        return torch.cat(shards, dim)
+    local = [[s // size for s in sections]] * size
+    parts = [shard.split(sizes, 0) for shard, sizes in zip(shards, local)]
+    return torch.cat([part[i] for i in range(len(sections)) for part in parts], 0)
