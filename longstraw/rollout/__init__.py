@@ -1,0 +1,1 @@
+"""Rollout: sampling responses from the policy."""
