@@ -1,0 +1,69 @@
+"""One run's record, all of it in one folder: metrics.jsonl, tensorboard/, receipt.json, run.png, and the terminal.
+
+    with RunRecorder("runs/quickstart", last_step=60, rank=rank) as recorder:
+        for step in ...:
+            with recorder.clock.phase("capture"): ...
+            recorder.record_step({"step": step, "reward_mean": ..., ...})
+        recorder.finish(receipt, title="tiny-qwen3.6, exact, CP 2, G 8")
+
+Every rank makes one and calls it alike; only rank 0 writes or prints. Left out: collectives.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from longstraw.receipts.console import RunConsole, summarize_run
+from longstraw.receipts.metrics import MetricsWriter, RunLogger, Scalar, ScalarWriter, open_tensorboard, read_metrics
+from longstraw.receipts.phases import PhaseClock
+from longstraw.receipts.plots import plot_run
+from longstraw.receipts.receipt import Receipt, write_receipt
+
+
+class RunRecorder:
+    """Writes and shows a run's steps as they come, and its receipt, picture and table at the end.
+
+    Args:
+        directory: of the run; made if missing.
+        last_step: number of the run's last step.
+        rank: this process's global rank.
+        resumed_step: the last step that the loaded checkpoint holds; 0 for a new run.
+        tensorboard: a writer to use (Megatron's, where its flags ask for one); by default one of its own in
+            DIRECTORY/tensorboard.
+        wandb: a W&B run to log to.
+        synchronize: see `PhaseClock`.
+    """
+
+    def __init__(self, directory: str | os.PathLike, *, last_step: int, rank: int = 0, resumed_step: int = 0,
+                 tensorboard: ScalarWriter | None = None, wandb: RunLogger | None = None,
+                 synchronize: Callable[[], None] | None = None):
+        self.directory, self.rank = Path(directory), rank
+        if tensorboard is None and rank == 0:
+            tensorboard = open_tensorboard(self.directory / "tensorboard", resumed_step)
+        self.metrics = MetricsWriter(self.directory, rank=rank, resumed_step=resumed_step, tensorboard=tensorboard, wandb=wandb)
+        self.console = RunConsole(last_step, first_step=resumed_step + 1, rank=rank)
+        self.clock = PhaseClock(synchronize, on_enter=self.console.show_phase)
+
+    def __enter__(self) -> "RunRecorder":
+        self.console.__enter__()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.console.__exit__(kind, error, trace)
+        self.metrics.close()
+
+    def record_step(self, record: Mapping[str, Scalar]) -> None:
+        """Writes a step's metrics, then shows them. Raises ValueError as `metrics.check_record` does."""
+        self.metrics.write(record)
+        self.console.show_step(record)
+
+    def finish(self, receipt: Receipt, title: str = "") -> None:
+        """Writes receipt.json and run.png, and prints the closing table."""
+        if self.rank != 0:
+            return
+        records = read_metrics(self.metrics.path)
+        write_receipt(self.directory / "receipt.json", receipt)
+        plot_run(self.directory / "run.png", records, receipt, title=title)
+        rows = [("semantics", receipt.semantics), *summarize_run(records, receipt.seconds), ("written to", str(self.directory))]
+        self.console.show_table(title or "run", rows)
