@@ -131,7 +131,7 @@ def build_pair(args, groups):
     from longstraw.patches.device import current_device
     from longstraw.patches.process_groups import single_rank_groups
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.grpo.model_provider import build_conventional_model, build_model
+    from megatron.grpo.model_provider import build_conventional_model, build_model, synchronize_parameters
     from megatron.grpo.presets import get_preset
     from megatron.grpo.sharding import shard_parameter
 
@@ -148,6 +148,7 @@ def build_pair(args, groups):
     device = current_device()
     plain, model = plain.double(), model.to(device=device, dtype=dtype)
     perturb_weights(plain, args.seed)
+    synchronize_parameters(plain, dist.group.WORLD)  # Megatron seeds its initialisation by TP rank
     whole = dict(plain.named_parameters())
     with torch.no_grad():
         for parameter in plain.parameters():
