@@ -87,10 +87,10 @@ class RunConsole:
 
     def show_step(self, record: Mapping) -> None:
         """Shows a committed step's metrics and moves the bar on."""
-        self.say(format_step(record, self.last_step))
         if self._progress is not None:
             reward = "" if record["reward_mean"] is None else f"reward {record['reward_mean']:.3f}"
             self._progress.update(self._task, completed=record["step"], reward=reward)
+        self.say(format_step(record, self.last_step))
 
     def say(self, text: str) -> None:
         """Prints a line above the bar, as it is: brackets are not markup."""

@@ -67,6 +67,9 @@ def test_on_a_terminal_there_is_a_bar_with_the_phase():
     stream = Terminal()
     with RunConsole(2, stream=stream) as console:
         console.show_phase("capture")
+        deadline = time.monotonic() + 20
+        while "capture" not in stream.getvalue() and time.monotonic() < deadline:  # drawn ten times a second
+            time.sleep(0.05)
         console.show_step(make_record(1))
         console.show_step(make_record(2))
     console.show_table("run", [("steps", "2")])
