@@ -23,13 +23,19 @@ scalar with gradient. The sum over blocks and ranks is the segment's loss: a nor
 
 @dataclass(eq=False)
 class Segment:
-    """inputs [B, S] (S may be 0); targets [B, S] and loss, or neither; children follow the last input."""
+    """inputs [B, S] (S may be 0); targets [B, S] and loss, or neither; children follow the last input.
+
+    captures_only: nothing but the state is wanted of it, so its last layer stops there. block_size: of its blocks, where
+    it is not the config's.
+    """
 
     name: str
     inputs: torch.Tensor
     targets: torch.Tensor | None = None
     loss: BlockLoss | None = None
     children: list["Segment"] = field(default_factory=list)
+    captures_only: bool = False
+    block_size: int | None = None
 
     def __post_init__(self):
         if self.inputs.dim() != 2:
@@ -94,9 +100,18 @@ def grow_group(prompt: torch.Tensor, responses: list[torch.Tensor], losses: list
     """
     if prompt.shape[1] == 0 or any(r.shape[1] == 0 for r in responses):
         raise ValueError("a prompt and a response have at least 1 token")
-    root = Segment("prompt", prompt[:, :-1])
+    root = prompt_segment(prompt)
     for index, (response, loss) in enumerate(zip(responses, losses, strict=True)):
-        last = prompt[:, -1:].expand(response.shape[0], 1)
-        inputs = torch.cat([last, response[:, :-1]], 1)
-        root.children.append(Segment(f"response{index}", inputs, response, loss))
+        root.children.append(response_segment(f"response{index}", prompt, response, loss))
     return root
+
+
+def prompt_segment(prompt: torch.Tensor) -> Segment:
+    """The segment of a prompt [1, P]: all but its last token, without loss."""
+    return Segment("prompt", prompt[:, :-1], captures_only=True)
+
+
+def response_segment(name: str, prompt: torch.Tensor, response: torch.Tensor, loss: BlockLoss | None = None) -> Segment:
+    """The segment of B responses [B, R] to a prompt [1, P]: it begins with the prompt's last token."""
+    last = prompt[:, -1:].expand(response.shape[0], 1)
+    return Segment(name, torch.cat([last, response[:, :-1]], 1), response, loss)

@@ -87,7 +87,8 @@ class ReplayEngine:
     def open_segment(self, segment: Segment, parent: SegmentState | None, *, constant: bool = False) -> SegmentState:
         """The empty state of a segment that follows `parent` (None: the beginning)."""
         start = 0 if parent is None else parent.end
-        block_size = self.config.prompt_chunk_size if segment.targets is None else self.config.response_block_size
+        block_size = self.config.prompt_chunk_size if segment.captures_only else self.config.response_block_size
+        block_size = segment.block_size or block_size
         plan = plan_blocks(start, segment.length, block_size, self.cp.size(), self.cp.rank(), self.unit, self.cp)
         state = SegmentState(segment.name, parent, plan, segment.inputs.shape[0], start, constant=constant)
         for adapter in self.adapters:
@@ -96,7 +97,7 @@ class ReplayEngine:
 
     def _run_block(self, segment: Segment, state: SegmentState, block: int, *, replay: bool):
         """One block through the model -> (hidden or None, layer_number -> run)."""
-        stop_at = self.adapters[-1] if segment.targets is None else None
+        stop_at = self.adapters[-1] if segment.captures_only else None
         runs: dict[int, LayerRun] = {}
         for adapter in self.adapters:
             stop_here = adapter is stop_at
@@ -148,6 +149,11 @@ class ReplayEngine:
         for block in range(len(state.plan) if segment.children else len(state.plan) - 1):
             self.run_forward(segment, state, block)
         return state
+
+    def forget_block(self, state: SegmentState, block: int) -> None:
+        """Drop what only a reverse sweep would need of a block that has run."""
+        for adapter in self.adapters:
+            adapter.forget(state, block)
 
     def prepare_adjoints(self, state: SegmentState) -> None:
         """Open zero adjoints of a segment's state, before anything that follows it is differentiated."""

@@ -75,6 +75,12 @@ class LayerAdapter(Protocol):
     def pass_adjoint(self, run: LayerRun, segment: SegmentState, block: int) -> None:
         """After the backward: hand the adjoint of the block's start to the block or segment before, and release."""
 
+    def forget(self, segment: SegmentState, block: int) -> None:
+        """Drop what only a reverse sweep would need of a block that has run (decoding needs its end alone)."""
+
+    def select_batch(self, segment: SegmentState, index: torch.Tensor) -> None:
+        """Keep the given members [b] of the segment's batch, in that order."""
+
     def partial_over_tp(self) -> list[torch.nn.Parameter]:
         """Parameters whose gradient on a rank is a partial sum that Megatron's finalization does not add over TP."""
 

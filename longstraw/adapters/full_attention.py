@@ -129,6 +129,14 @@ class FullAttentionAdapter:
         """Release the block's pages; their adjoints have gone into its graph."""
         segment.layers[self.layer_number].pages.release(segment.rows_before(block))
 
+    def forget(self, segment: SegmentState, block: int) -> None:
+        """Drop the block's kept output."""
+        segment.layers[self.layer_number].kept.take(block, _device(self.module))
+
+    def select_batch(self, segment: SegmentState, index: torch.Tensor) -> None:
+        """Keep the pages of the given members of the batch."""
+        segment.layers[self.layer_number].pages.select_batch(index)
+
     def partial_over_tp(self) -> list[torch.nn.Parameter]:
         """None: Megatron adds the q and k norms itself."""
         return []

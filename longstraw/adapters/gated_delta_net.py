@@ -185,6 +185,14 @@ class GatedDeltaNetAdapter:
         if not parent.constant:
             parent.layers[self.layer_number].add_adjoint(adjoint)
 
+    def forget(self, segment: SegmentState, block: int) -> None:
+        """Drop the boundary before the block."""
+        segment.layers[self.layer_number].release(block)
+
+    def select_batch(self, segment: SegmentState, index: torch.Tensor) -> None:
+        """Keep the states of the given members of the batch."""
+        segment.layers[self.layer_number].select_batch(index)
+
     def partial_over_tp(self) -> list[torch.nn.Parameter]:
         """The output norm, without sequence parallelism: each TP rank sees its own heads only."""
         return [] if self.module.config.sequence_parallel else list(self.module.out_norm.parameters())
