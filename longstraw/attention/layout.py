@@ -83,14 +83,12 @@ def pad_rows(x: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
 def plan_blocks(start: int, length: int, block_size: int, ranks: int, rank: int, unit: int, group) -> list[BlockLayout]:
     """Cut `length` tokens from absolute position `start` into blocks of at most `block_size`.
 
-    The first rank moves on by the number of slots that the last, shorter blocks leave empty, so that over many short
-    blocks every rank owns its share.
+    The first rank moves on by one from block to block, so that each rank takes each slot equally often: whatever the
+    number of blocks, no rank owns more than `block_size` tokens more than another.
     """
     if block_size < 1:
         raise ValueError(f"--prompt-chunk-size and --response-block-size are at least 1, not {block_size}")
-    layouts, rotation = [], 0
-    for at in range(0, length, block_size):
-        layout = BlockLayout(start + at, min(block_size, length - at), ranks, rank, rotation, unit, group)
-        layouts.append(layout)
-        rotation = (rotation + -(-layout.length // layout.rows)) % ranks
-    return layouts
+    return [
+        BlockLayout(start + at, min(block_size, length - at), ranks, rank, index % ranks, unit, group)
+        for index, at in enumerate(range(0, length, block_size))
+    ]
