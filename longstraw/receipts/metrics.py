@@ -117,7 +117,7 @@ class MetricsWriter:
     def __init__(self, directory: str | os.PathLike, *, rank: int = 0, resumed_step: int = 0,
                  tensorboard: ScalarWriter | None = None, wandb: RunLogger | None = None):
         self.path = Path(directory) / "metrics.jsonl"
-        self.tensorboard, self.wandb = (tensorboard, wandb) if rank == 0 else (None, None)
+        self.tensorboard, self.wandb = tensorboard, wandb
         self.last_step: int | None = None
         self._file: int | None = None
         if rank == 0:
