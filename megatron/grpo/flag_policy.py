@@ -1,0 +1,302 @@
+"""Which of Megatron's 800 flags this program takes, and what it says of the others.
+
+A flag that Megatron would act on and this program would not is worse than an unknown one: the run starts, and its
+gradient or its data is not what was asked for. So the list is of what is taken. Any other Megatron flag that is given a
+value other than the one the program works with anyway is refused at start-up: with its reason where there is one to
+give, otherwise with the sentence that the program does not read it.
+
+Pure functions over the parsed namespace; no Megatron import here.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+
+from megatron.grpo.presets import ModelPreset
+
+_PRESET_FLAGS = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups group_query_attention kv_channels
+    vocab_size make_vocab_size_divisible_by max_position_embeddings rotary_base rotary_percent position_embedding_type
+    normalization layernorm_epsilon layernorm_zero_centered_gamma swiglu add_bias_linear add_qkv_bias qk_layernorm
+    attention_output_gate untie_embeddings_and_output_weights init_method_std experimental_attention_variant
+    linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+    linear_num_value_heads transformer_impl
+"""
+_TRAINING_FLAGS = """
+    train_iters eval_interval seed deterministic_mode use_cpu_initialization bf16 accumulate_allreduce_grads_in_fp32
+    recompute_granularity recompute_modules
+    optimizer adam_beta1 adam_beta2 adam_eps weight_decay start_weight_decay end_weight_decay weight_decay_incr_style
+    apply_wd_to_qk_layernorm clip_grad
+    lr min_lr decoupled_lr decoupled_min_lr lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_fraction
+    lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters override_opt_param_scheduler
+    use_checkpoint_opt_param_scheduler
+"""
+_LAUNCH_FLAGS = """
+    tensor_model_parallel_size context_parallel_size sequence_parallel use_distributed_optimizer
+    distributed_backend distributed_timeout_minutes local_rank ddp_bucket_size ddp_num_buckets
+"""
+_CHECKPOINT_FLAGS = """
+    save load save_interval save_retain_interval pretrained_checkpoint finetune ckpt_step exit_on_missing_checkpoint
+    no_save_optim no_save_rng no_load_optim no_load_rng ckpt_fully_parallel_save
+"""
+_LOGGING_FLAGS = """
+    tensorboard_dir tensorboard_queue_size wandb_project wandb_exp_name wandb_save_dir wandb_entity logging_level
+"""
+TAKEN = frozenset(
+    " ".join([_PRESET_FLAGS, _TRAINING_FLAGS, _LAUNCH_FLAGS, _CHECKPOINT_FLAGS, _LOGGING_FLAGS]).split()
+)
+"""Destinations of the Megatron flags that this program reads."""
+
+WORKING_VALUES = dict(
+    micro_batch_size=1, calculate_per_token_loss=True, hidden_dropout=0.0, attention_dropout=0.0,
+    gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
+    bias_swiglu_fusion=False, bias_gelu_fusion=False, apply_rope_fusion=False, no_persist_layer_norm=True,
+    enable_one_logger=False, lr=1e-6, lr_decay_style="constant",
+)
+"""Defaults of Megatron's flags that differ here. Those not in TAKEN cannot be changed."""
+
+_EXACT = "the gradient is computed block by block from saved states"
+_REASONS = {
+    "pipeline_model_parallel_size": "pipeline parallelism is not supported: use --tensor-model-parallel-size and "
+    "--context-parallel-size",
+    "num_layers_per_virtual_pipeline_stage": "there is no pipeline, so no virtual stages either",
+    "num_virtual_stages_per_pipeline_rank": "there is no pipeline, so no virtual stages either",
+    "pipeline_model_parallel_layout": "there is no pipeline",
+    "hidden_dropout": f"{_EXACT}, and a block run again would draw another mask: dropout must be 0",
+    "attention_dropout": f"{_EXACT}, and a block run again would draw another mask: dropout must be 0",
+    "overlap_grad_reduce": "a step has any number of backward passes, and overlapping would reduce a bucket too early",
+    "overlap_param_gather": "it needs --overlap-grad-reduce, which is not supported",
+    "num_experts": "mixture-of-experts layers are not supported",
+    "expert_model_parallel_size": "mixture-of-experts layers are not supported",
+    "expert_tensor_parallel_size": "mixture-of-experts layers are not supported",
+    "multi_latent_attention": "multi-latent attention is not supported",
+    "mtp_num_layers": "multi-token prediction layers are not supported: their loss is not part of GRPO's",
+    "fp16": "the loss scaling of fp16 is not supported: use --bf16",
+    "loss_scale": "the loss is not scaled here, so the optimizer would divide the gradient by a factor it never had",
+    "initial_loss_scale": "the loss is never scaled here",
+    "grad_reduce_in_bf16": "gradients are summed in float32",
+    "fp8": "fp8 is not supported: its scaling history would advance with every recomputation",
+    "fp4": "fp4 is not supported",
+    "fp8_param_gather": "fp8 is not supported",
+    "first_last_layers_bf16": "fp8 is not supported",
+    "use_megatron_fsdp": "fully sharded parameters are not supported: use --use-distributed-optimizer",
+    "use_torch_fsdp2": "fully sharded parameters are not supported: use --use-distributed-optimizer",
+    "cp_comm_type": "context parallelism exchanges queries or pages in its own way",
+    "hierarchical_context_parallel_sizes": "context parallelism has one level here",
+    "hybrid_context_parallel": "context parallelism has one layout here: contiguous chunks",
+    "micro_batch_size": "there are no micro-batches: --responses-per-replay says how many responses run together",
+    "global_batch_size": "a step's size is --prompts-per-step times --group-size",
+    "rampup_batch_size": "a step's size is --prompts-per-step times --group-size, and stays the same",
+    "step_batch_size_schedule": "a step's size is --prompts-per-step times --group-size, and stays the same",
+    "train_samples": "a run's length is --train-iters, in optimizer steps",
+    "lr_decay_samples": "schedules count optimizer steps: use --lr-decay-iters",
+    "lr_warmup_samples": "schedules count optimizer steps: use --lr-warmup-iters",
+    "lr_wsd_decay_samples": "schedules count optimizer steps: use --lr-wsd-decay-iters",
+    "seq_length": "lengths come from the data and from --max-response-length; --max-position-embeddings bounds them",
+    "encoder_seq_length": "lengths come from the data and from --max-response-length",
+    "decoder_seq_length": "lengths come from the data and from --max-response-length",
+    "mock_data": "prompts come from --prompt-data",
+    "split": "held-out prompts come from --eval-data",
+    "eval_iters": "an evaluation's size is --eval-samples",
+    "tokenizer_type": "the tokenizer comes from --tokenizer-path",
+    "tokenizer_model": "the tokenizer comes from --tokenizer-path",
+    "chat_template": "the chat template comes with --tokenizer-path",
+    "perform_rl_step": "this program is the RL step; Megatron's own RL loop is another one",
+    "yaml_cfg": "there is no YAML here: settings are flags",
+    "spec": "the layers come from --model-preset",
+    "async_save": "checkpoints are saved synchronously",
+    "ckpt_format": "checkpoints are torch_dist only",
+    "use_checkpoint_args": "the architecture comes from --model-preset, and a checkpoint of another one is refused",
+    "recompute_activations": "only the MLP can be recomputed: --recompute-granularity selective --recompute-modules mlp",
+    "recompute_method": "only the MLP can be recomputed: --recompute-granularity selective --recompute-modules mlp",
+    "recompute_num_layers": "only the MLP can be recomputed: --recompute-granularity selective --recompute-modules mlp",
+    "data_parallel_random_init": "every data-parallel rank must hold the same weights",
+    "freeze_all_layers": "there would be nothing to train",
+    "skip_train": "evaluation alone is not supported",
+    "exit_signal_handler": "SIGTERM always ends the run after its step, with a checkpoint",
+    "exit_signal": "SIGTERM always ends the run after its step, with a checkpoint",
+    "check_for_nan_in_loss_and_grad": "a step whose loss or gradient is not finite is always rolled back",
+    "window_size": "attention reads the whole prompt: sliding windows are not supported",
+    "rotary_interleaved": "rotary pairs are halves of a head, not neighbours",
+    "use_rope_scaling": "rotary frequencies are not rescaled",
+    "use_flash_attn": "the attention kernel is chosen by what is installed",
+    "attention_backend": "the attention kernel is chosen by what is installed",
+    "log_interval": "every step is logged",
+}
+_REASONS_BY_PREFIX = {
+    "grpo_": "it belongs to Megatron's own RL loop; this program's flags are listed first in --help",
+    "rl_": "it belongs to Megatron's own RL loop; this program's flags are listed first in --help",
+    "moe_": "mixture-of-experts layers are not supported",
+    "mtp_": "multi-token prediction layers are not supported",
+    "dsa_": "sparse attention is not supported",
+    "fp8_": "fp8 is not supported",
+    "fp4_": "fp4 is not supported",
+    "cuda_graph": "CUDA graphs are not supported: blocks differ in length",
+    "inference_": "rollouts come from this program's own engine",
+    "megatron_fsdp_": "fully sharded parameters are not supported: use --use-distributed-optimizer",
+    "fsdp_": "fully sharded parameters are not supported: use --use-distributed-optimizer",
+    "recompute_": "only the MLP can be recomputed: --recompute-granularity selective --recompute-modules mlp",
+    "non_persistent_": "checkpoints are saved to --save only",
+}
+_REASONS_BY_SUFFIX = {"data_path": "prompts come from --prompt-data, held-out ones from --eval-data"}
+
+
+def explain(destination: str) -> str:
+    """Why a Megatron flag that is not taken is refused."""
+    if destination in _REASONS:
+        return _REASONS[destination]
+    for prefix, reason in _REASONS_BY_PREFIX.items():
+        if destination.startswith(prefix):
+            return reason
+    for suffix, reason in _REASONS_BY_SUFFIX.items():
+        if destination.endswith(suffix):
+            return reason
+    return "this program does not read this flag of Megatron-LM"
+
+
+def refuse_flags(
+    explicit: Mapping[str, object], working: Mapping[str, object], spelling: Mapping[str, str], ours: Iterable[str]
+) -> list[str]:
+    """One sentence for each Megatron flag that is given and not taken.
+
+    explicit: destination -> value, of the flags on the command line. working: destination -> the value in force
+    without the flag; repeating it is harmless. spelling: destination -> the flag as typed. ours: our own destinations.
+    """
+    taken = TAKEN.union(ours)
+    return [
+        f"{spelling[name]}{_show(value)}: {explain(name)}"
+        for name, value in explicit.items()
+        if name not in taken and value != working.get(name)
+    ]
+
+
+def _show(value: object) -> str:
+    """A flag's value as it stands behind the flag; nothing for a switch."""
+    if isinstance(value, bool):
+        return ""
+    return " " + " ".join(str(v) for v in value) if isinstance(value, (list, tuple)) else f" {value}"
+
+
+def check_values(args: Namespace, preset: ModelPreset, *, cuda: bool, world_size: int) -> list[str]:
+    """One sentence for each taken flag whose value, or combination with another, cannot be run.
+
+    args: the parsed namespace. preset: the architecture with explicit flags applied. cuda: whether a CUDA device is
+    there. world_size: number of ranks.
+    """
+    return [
+        *_check_training(args),
+        *_check_model(args),
+        *_check_parallel_sizes(args, preset, world_size),
+        *_check_device(args, cuda),
+        *_check_checkpoints(args),
+    ]
+
+
+def _check_training(args: Namespace) -> list[str]:
+    found = []
+    if not args.train_iters or args.train_iters < 1:
+        found.append("--train-iters is required: the number of optimizer steps, at least 1")
+    if args.eval_interval is not None and args.eval_interval < 1:
+        found.append(f"--eval-interval must be at least 1, not {args.eval_interval}")
+    if args.optimizer != "adam":
+        found.append(f"--optimizer {args.optimizer} is not supported: use --optimizer adam")
+    if args.lr < args.min_lr:
+        found.append(f"--min-lr {args.min_lr} is above --lr {args.lr}")
+    if args.lr < args.lr_warmup_init:
+        found.append(f"--lr-warmup-init {args.lr_warmup_init} is above --lr {args.lr}")
+    decay = args.lr_decay_iters or args.train_iters
+    if decay and args.lr_warmup_iters >= decay:
+        found.append(f"--lr-warmup-iters {args.lr_warmup_iters} must be below --lr-decay-iters {decay} "
+                     "(--train-iters where it is not given)")
+    if args.lr_warmup_fraction is not None and not 0.0 <= args.lr_warmup_fraction < 1.0:
+        found.append(f"--lr-warmup-fraction must lie in [0, 1), not {args.lr_warmup_fraction}")
+    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
+        found.append("--lr-warmup-fraction and --lr-warmup-iters exclude each other")
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+        found.append("--lr-decay-style WSD needs --lr-wsd-decay-iters")
+    if args.clip_grad < 0:
+        found.append(f"--clip-grad must be at least 0 (0 switches clipping off), not {args.clip_grad}")
+    if args.weight_decay_incr_style == "constant":
+        if args.start_weight_decay is not None or args.end_weight_decay is not None:
+            found.append("--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine")
+    elif args.start_weight_decay is None or args.end_weight_decay is None:
+        found.append(
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay"
+        )
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        found.append("--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other")
+    if args.recompute_granularity == "full" or (
+        args.recompute_granularity == "selective" and args.recompute_modules != ["mlp"]
+    ):
+        found.append(
+            f"--recompute-granularity {args.recompute_granularity} would run attention again inside the backward pass, "
+            "after its block's state is gone: use --recompute-granularity selective --recompute-modules mlp"
+        )
+    if args.wandb_project and not args.wandb_exp_name:
+        found.append("--wandb-project needs --wandb-exp-name")
+    return found
+
+
+def _check_model(args: Namespace) -> list[str]:
+    wanted = {
+        "position_embedding_type": ("--position-embedding-type", ("rope",)),
+        "normalization": ("--normalization", ("RMSNorm",)),
+        "transformer_impl": ("--transformer-impl", ("local", "transformer_engine")),
+        "experimental_attention_variant": ("--experimental-attention-variant", (None, "gated_delta_net")),
+    }
+    return [
+        f"{flag} {getattr(args, name)} is not supported: use {flag} {' or '.join(str(v) for v in values if v)}"
+        for name, (flag, values) in wanted.items()
+        if getattr(args, name) not in values
+    ]
+
+
+def _check_parallel_sizes(args: Namespace, preset: ModelPreset, world_size: int) -> list[str]:
+    tp, cp, found = args.tensor_model_parallel_size, args.context_parallel_size, []
+    for flag, size in (("--tensor-model-parallel-size", tp), ("--context-parallel-size", cp)):
+        if size < 1:
+            return [f"{flag} must be at least 1, not {size}"]
+    if world_size % (tp * cp):
+        found.append(
+            f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp} does not divide the {world_size} ranks"
+        )
+    if preset.ffn_hidden_size % tp:
+        found.append(f"--tensor-model-parallel-size {tp} does not divide --ffn-hidden-size {preset.ffn_hidden_size}")
+    if args.sequence_parallel and tp == 1:
+        found.append("--sequence-parallel needs --tensor-model-parallel-size above 1")
+    return found
+
+
+def _check_device(args: Namespace, cuda: bool) -> list[str]:
+    found = []
+    if not cuda:
+        if args.use_distributed_optimizer:
+            found.append(
+                "--use-distributed-optimizer needs a GPU: on the CPU a checkpoint of its shards does not reload exactly"
+            )
+        if args.transformer_impl == "transformer_engine":
+            found.append("--transformer-impl transformer_engine needs a GPU: use --transformer-impl local")
+        if args.distributed_backend == "nccl":
+            found.append("--distributed-backend nccl needs a GPU: use --distributed-backend gloo")
+    return found
+
+
+def _check_checkpoints(args: Namespace) -> list[str]:
+    found = []
+    if args.save and not args.save_interval:
+        found.append("--save needs --save-interval, the number of steps from one checkpoint to the next")
+    if args.save_interval is not None and args.save_interval < 1:
+        found.append(f"--save-interval must be at least 1, not {args.save_interval}")
+    if args.save_interval and not args.save:
+        found.append("--save-interval needs --save, the folder of the checkpoints")
+    if args.save_retain_interval is not None and (
+        args.save_retain_interval < 1 or args.save_retain_interval % (args.save_interval or 1)
+    ):
+        found.append(
+            f"--save-retain-interval {args.save_retain_interval} is not a multiple of --save-interval "
+            f"{args.save_interval}"
+        )
+    if args.ckpt_step is not None and not args.load:
+        found.append("--ckpt-step needs --load, the folder of the checkpoints")
+    if args.exit_on_missing_checkpoint and not args.load:
+        found.append("--exit-on-missing-checkpoint needs --load, the folder of the checkpoints")
+    return found

@@ -1,0 +1,60 @@
+"""From the command line's namespace to the model: its configuration, the model itself, and DDP around it.
+
+Left out: loading weights (`megatron.grpo.checkpointing`).
+"""
+
+from argparse import Namespace
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.argument_utils import core_transformer_config_from_args
+
+from longstraw.patches.device import cuda_available, cuda_means_cpu, current_device
+from megatron.grpo.arguments import resolve_preset
+from megatron.grpo.model_provider import build_model, synchronize_parameters
+
+
+def transformer_config(args: Namespace) -> TransformerConfig:
+    """Megatron's configuration of the model, from Megatron's namespace.
+
+    Without a GPU the gated delta net has only its deterministic form, in torch, so that is what it gets.
+    """
+    values = Namespace(**vars(args))
+    if not cuda_available() and args.experimental_attention_variant == "gated_delta_net":
+        values.deterministic_mode = True
+    return core_transformer_config_from_args(values)
+
+
+def build_training_model(args: Namespace, groups: ProcessGroupCollection) -> torch.nn.Module:
+    """The stateful model on the current device, with equal weights on every rank that holds the same part of it.
+
+    Collective. The weights are drawn from the global random state (`initialize` seeds it).
+    Raises ValueError where TP x CP does not divide what it has to.
+    """
+    model = build_model(
+        resolve_preset(args), transformer_config(args), groups, padded_vocab_size=args.padded_vocab_size
+    ).to(current_device())
+    if args.bf16:
+        model = model.bfloat16()
+    synchronize_parameters(model, groups.dp_cp)
+    return model
+
+
+def wrap_model(args: Namespace, model: torch.nn.Module, groups: ProcessGroupCollection) -> DistributedDataParallel:
+    """Megatron's DDP around the model: `main_grad` buffers that are summed once a step.
+
+    Gradients are sums (`calculate_per_token_loss`); with --bf16 they accumulate and reduce in float32. DDP's own NaN
+    check is off: it would end the run where `megatron.grpo.optimizer` rolls the step back.
+    """
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        check_for_nan_in_grad=False,
+        bucket_size=args.ddp_bucket_size,
+        num_buckets=args.ddp_num_buckets,
+    )
+    with cuda_means_cpu():
+        return DistributedDataParallel(model.config, config, model, pg_collection=groups)

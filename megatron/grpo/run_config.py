@@ -1,0 +1,108 @@
+"""The run's own settings, and the one record that holds all of them.
+
+`RunConfig` has what is neither the model's, the data's, the objective's nor Megatron's. `TrainConfig` is what
+`megatron.grpo.arguments.parse_arguments` gives beside Megatron's namespace: every setting of ours, frozen.
+
+Left out: steps (`--train-iters`), evaluation interval (`--eval-interval`), learning rates and checkpoints, which are
+Megatron's flags.
+"""
+
+from dataclasses import dataclass
+from typing import Optional
+
+from longstraw.objectives.config import ObjectiveConfig
+from longstraw.rollout.config import SamplingConfig
+from longstraw.sweeps import SweepConfig
+from megatron.grpo.prompts import DataConfig
+from megatron.grpo.rewards import RewardConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The run: model, outputs, evaluation and the reference policy."""
+
+    model_preset: Optional[str] = None
+    """Architecture, by name (see megatron/grpo/presets.py). It sets the defaults of Megatron's model flags; a flag
+    given explicitly wins. Required."""
+
+    output_dir: Optional[str] = None
+    """Folder of metrics, plots, TensorBoard events and the receipt. Default: runs/ and the preset's name. Two runs
+    cannot share it at one time."""
+
+    eval_samples: int = 64
+    """Held-out prompts of --eval-data that each evaluation answers, from the first on."""
+
+    responses_per_replay: int = 1
+    """Responses of a group that are replayed together. More of them keep a device busier and hold more live graph; the
+    gradient is the same."""
+
+    reference_checkpoint: Optional[str] = None
+    """Checkpoint folder whose weights are the reference policy of the KL term, held in host memory. Default: the
+    weights that the run started from, for a resumed run those of --pretrained-checkpoint."""
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range.
+
+        Raises:
+            ValueError: in one sentence that names the flag.
+        """
+        if not self.model_preset:
+            raise ValueError("--model-preset is required: the name of an architecture, such as tiny-qwen3.6")
+        if self.output_dir == "":
+            raise ValueError("--output-dir must name a folder")
+        for name in ("eval_samples", "responses_per_replay"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def output_folder(self) -> str:
+        """`output_dir`, or its default."""
+        return self.output_dir or f"runs/{self.model_preset}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Every setting of ours, one record for each group of flags."""
+
+    run: RunConfig
+    data: DataConfig
+    sampling: SamplingConfig
+    rewards: RewardConfig
+    objective: ObjectiveConfig
+    sweeps: SweepConfig
+
+    def __post_init__(self) -> None:
+        """Refuse settings of two groups that exclude each other.
+
+        Raises:
+            ValueError: in one sentence that names both flags.
+        """
+        if self.sampling.sampling_temperature == 0.0:
+            raise ValueError(
+                "--sampling-temperature 0 always gives the same response, which GRPO cannot learn from: set it above 0"
+            )
+        if self.run.responses_per_replay > self.objective.group_size:
+            raise ValueError(
+                f"--responses-per-replay {self.run.responses_per_replay} is more than the group has: --group-size "
+                f"{self.objective.group_size}"
+            )
+        if self.run.reference_checkpoint and self.objective.kl_coefficient == 0.0:
+            raise ValueError(
+                f"--reference-checkpoint {self.run.reference_checkpoint} is read only with --kl-coefficient above 0"
+            )
+        if self.objective.logprob_chunk_tokens != self.sweeps.logprob_chunk_tokens:
+            raise ValueError(
+                f"--logprob-chunk-tokens has two values: {self.objective.logprob_chunk_tokens} and "
+                f"{self.sweeps.logprob_chunk_tokens}"
+            )
+
+
+CONFIG_GROUPS = {
+    "run": (RunConfig, "run"),
+    "data": (DataConfig, "prompts"),
+    "sampling": (SamplingConfig, "rollout"),
+    "rewards": (RewardConfig, "rewards"),
+    "objective": (ObjectiveConfig, "objective"),
+    "sweeps": (SweepConfig, "sweeps: how the exact gradient is computed"),
+}
+"""Field of TrainConfig -> (its class, the title of its flags in --help), in the order of --help."""
