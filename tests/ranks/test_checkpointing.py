@@ -1,0 +1,15 @@
+"""Checkpoints at several topologies: see checkpointing_ranks.py."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_on_ranks
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.ranks
+def test_checkpoints_over_two_ranks(tmp_path):
+    output = run_on_ranks(HERE / "checkpointing_ranks.py", 2, tmp_path, [str(tmp_path)])
+    assert output.count("passed: ") == 13, output
