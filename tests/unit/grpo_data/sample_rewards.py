@@ -38,6 +38,10 @@ def misbehave(prompt, response, answer, extra):
             sys.exit(1)
         case "crash":
             os._exit(3)
+        case "close everything, then crash":
+            os.closerange(3, 256)
+            time.sleep(0.3)
+            os._exit(4)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "nan":

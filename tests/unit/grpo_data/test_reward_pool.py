@@ -81,6 +81,7 @@ def test_children_of_a_stuck_reward_go_with_it(tmp_path):
         ("raise", "error", "raised KeyError: 'no such thing' at .*sample_rewards.py:"),
         ("exit", "error", "raised SystemExit"),
         ("crash", "error", r"died \(exit code 3\)"),
+        ("close everything, then crash", "error", r"died \(exit code 4\)"),
         ("kill", "error", r"died \(signal 9\)"),
         ("nan", "invalid", "returned nan, not a finite number"),
         ("inf", "invalid", "returned -inf, not a finite number"),

@@ -77,8 +77,8 @@ def test_responses_are_decoded_without_special_tokens(word_tokenizer):
     assert decode_response(word_tokenizer, ()) == ""
 
 
-def test_smollm2_from_gguf(smollm2_gguf, tmp_path):
-    tokenizer = load_tokenizer(smollm2_gguf)
+def test_smollm2_from_gguf(smollm2_gguf, smollm2_tokenizer, tmp_path):
+    tokenizer = smollm2_tokenizer
     messages = [{"role": "user", "content": "What is 2 + 3?"}]
     text = tokenizer.decode(encode_prompt(tokenizer, messages, apply_chat_template=False))
     assert text.startswith("<|im_start|>system\n") and text.endswith("<|im_start|>assistant\n")
