@@ -23,8 +23,8 @@ class ObjectiveConfig:
     leave_one_out needs --no-advantage-std-normalization."""
 
     advantage_std_normalization: bool = True
-    """Divide the group's advantages by the sample standard deviation of its rewards. On unless switched off
-    (Dr.GRPO switches it off)."""
+    """The group's advantages are divided by the sample standard deviation of its rewards; the --no form leaves them
+    undivided (Dr.GRPO)."""
 
     clip_range_low: float = 0.2
     """The ratio is clipped below at 1 - this."""

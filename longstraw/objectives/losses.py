@@ -116,7 +116,7 @@ def token_policy_loss(
     return TokenLoss(
         loss=loss,
         ratio=importance.exp(),
-        clipped=clipped & kept,
+        clipped=clipped,
         log_ratio=log_ratio,
         kl=kl,
         nan_logprobs=p.isnan().sum(),

@@ -66,7 +66,7 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk", [8, 64])
+@pytest.mark.parametrize("chunk", [1, 8, 64])
 @pytest.mark.parametrize("scale", [0.2, 10.0])
 def test_error_is_at_most_twice_that_of_plain_pytorch(dtype, chunk, scale):
     """Errors against float64 on the same rounded inputs, norms over three seeds."""

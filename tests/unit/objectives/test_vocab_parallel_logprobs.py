@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
 
 
+@pytest.mark.ranks
 def test_two_ranks_equal_one(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     ranks = [
@@ -19,7 +22,7 @@ def test_two_ranks_equal_one(tmp_path):
         for rank in range(2)
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in ranks]
+        outputs = [process.communicate(timeout=240)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
