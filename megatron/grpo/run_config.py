@@ -36,6 +36,10 @@ class RunConfig:
     """Responses of a group that are replayed together. More of them keep a device busier and hold more live graph; the
     gradient is the same."""
 
+    mask_truncated: bool = False
+    """Leave responses that reached --max-response-length without a stop token out of the loss and of what it is divided
+    by (DAPO's overlong filtering); their rewards still count in their group's statistics."""
+
     reference_checkpoint: Optional[str] = None
     """Checkpoint folder whose weights are the reference policy of the KL term, held in host memory. Default: the
     weights that the run started from, for a resumed run those of --pretrained-checkpoint."""

@@ -1,0 +1,104 @@
+"""The responses of one prompt, and their segments: padded together, scored, and given their loss.
+
+Responses of different lengths are replayed together by padding at the end: everything is causal, so padding changes
+nothing before it, and its loss weight is 0.
+
+P prompt tokens, T tokens of a response, B responses replayed together.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from longstraw.objectives.config import ObjectiveConfig
+from longstraw.objectives.losses import LossStatistics, loss_statistics, sequence_log_ratio, token_policy_loss
+from longstraw.rollout.protocol import Sample
+from longstraw.segments import Segment, SegmentState, response_segment
+
+
+@dataclass(eq=False)
+class PromptGroup:
+    """One prompt [1, P] and its sampled responses.
+
+    rewards, advantages: one a response. kept: whether a response takes part in the loss. old_logprobs, ref_logprobs:
+    [T] each, once scored. state: the prompt's captured state while it is alive.
+    """
+
+    prompt_id: str
+    prompt: torch.Tensor
+    samples: list[Sample]
+    rewards: list[float] = field(default_factory=list)
+    kept: list[bool] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+    old_logprobs: list[torch.Tensor] | None = None
+    ref_logprobs: list[torch.Tensor] | None = None
+    state: SegmentState | None = None
+
+    def loss_masks(self) -> list[torch.Tensor]:
+        """One [T] bool mask a response: all of its tokens, or none where it is left out."""
+        return [torch.full((len(s.token_ids),), kept) for s, kept in zip(self.samples, self.kept)]
+
+
+def make_batches(group: PromptGroup, responses_together: int) -> list[tuple[list[int], Segment]]:
+    """The group's responses as segments of at most `responses_together` each -> [(indices, segment), ...]."""
+    batches = []
+    for at in range(0, len(group.samples), responses_together):
+        indices = list(range(at, min(at + responses_together, len(group.samples))))
+        rows = [torch.tensor(group.samples[i].token_ids, device=group.prompt.device) for i in indices]
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        batches.append((indices, response_segment(f"response{at}", group.prompt, padded)))
+    return batches
+
+
+def split_logprobs(group: PromptGroup, indices: list[int], logprobs: torch.Tensor) -> list[torch.Tensor]:
+    """Log-probabilities of a batch [B, S] -> those of each response [T], without the padding."""
+    return [logprobs[row, : len(group.samples[i].token_ids)] for row, i in enumerate(indices)]
+
+
+class GroupLoss:
+    """The loss of a batch of responses, block by block, and its running statistics.
+
+    weights: for each response its [T] weights of the whole step (`compute_loss_weights`); padding has none.
+    """
+
+    def __init__(
+        self, group: PromptGroup, indices: list[int], weights: list[torch.Tensor], config: ObjectiveConfig, width: int
+    ):
+        self._group, self._indices, self._config = group, indices, config
+        self.statistics: LossStatistics | None = None
+        self._weights = self._pad([weights[i] for i in indices], width)
+        self._old = self._pad([group.old_logprobs[i] for i in indices], width)
+        refs = group.ref_logprobs
+        self._ref = None if refs is None else self._pad([refs[i] for i in indices], width)
+        self._sequence_log_ratios: list[torch.Tensor] | None = None
+
+    def _pad(self, rows: list[torch.Tensor], width: int) -> torch.Tensor:
+        device = self._group.prompt.device
+        return torch.stack([torch.nn.functional.pad(row.to(device), (0, width - row.shape[0])) for row in rows])
+
+    def set_current_logprobs(self, current: list[torch.Tensor]) -> None:
+        """Whole-response log-probabilities [T] under the present weights; sequence-level importance needs them."""
+        masks = [self._group.loss_masks()[i].to(self._group.prompt.device) for i in self._indices]
+        self._sequence_log_ratios = [
+            sequence_log_ratio(now, self._group.old_logprobs[i], mask)
+            for now, i, mask in zip(current, self._indices, masks)
+        ]
+
+    def __call__(self, logprobs: torch.Tensor, columns: slice) -> torch.Tensor:
+        """Sum of weighted token losses of a block (`longstraw.segments.BlockLoss`)."""
+        total = logprobs.new_zeros(())
+        for row, index in enumerate(self._indices):
+            weight = self._weights[row, columns].to(logprobs.dtype)
+            mask = weight != 0
+            ratio = None
+            if self._config.importance_level == "sequence":
+                ratio = self._sequence_log_ratios[row]
+            losses = token_policy_loss(
+                logprobs[row], self._old[row, columns], self._group.advantages[index], config=self._config,
+                loss_mask=mask, ref_logprobs=None if self._ref is None else self._ref[row, columns],
+                sequence_log_ratio=ratio,
+            )
+            total = total + (weight * losses.loss).sum()
+            statistics = loss_statistics(losses, mask)
+            self.statistics = statistics if self.statistics is None else self.statistics + statistics
+        return total

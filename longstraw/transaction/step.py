@@ -1,0 +1,118 @@
+"""The phases of one step on the groups of this rank: capture, score, replay. The gradient lands in DDP's buffers.
+
+Every rank of a model replica calls these with the same groups. Replicas (data parallel) may have different numbers of
+groups and responses: nothing here is collective over them, except the counts that the loss is divided by.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from longstraw.objectives.config import ObjectiveConfig
+from longstraw.objectives.loss_weights import all_reduce_loss_counts, compute_loss_weights, count_loss_terms
+from longstraw.objectives.losses import LossStatistics
+from longstraw.segments import SegmentState, prompt_segment
+from longstraw.sweeps import ReplayEngine
+from longstraw.transaction.group import GroupLoss, PromptGroup, make_batches, split_logprobs
+from longstraw.transaction.reference import ReferencePolicy
+
+
+class StepInterrupted(Exception):
+    """A stop was asked for: the step is rolled back at the next boundary between two pieces of work."""
+
+
+@dataclass(eq=False)
+class ReplayResult:
+    """This rank's share of the step's loss, and its statistics (None where it had no response)."""
+
+    loss: float
+    statistics: LossStatistics | None
+
+
+class Step:
+    """One step of a policy.
+
+    dp: the data-parallel group without context parallelism. responses_together: responses replayed in one batch.
+    check_stop: called between pieces of work; raises StepInterrupted on all ranks of a replica together.
+    """
+
+    def __init__(
+        self, engine: ReplayEngine, objective: ObjectiveConfig, *, dp: dist.ProcessGroup, responses_together: int = 1,
+        reference: ReferencePolicy | None = None, check_stop: Callable[[], None] = lambda: None,
+    ):
+        self.engine, self.objective, self.dp = engine, objective, dp
+        self.responses_together, self.reference, self.check_stop = responses_together, reference, check_stop
+
+    def capture(self, prompt: torch.Tensor) -> SegmentState:
+        """Phase 1: the state that a prompt [1, P] leaves, under the present weights."""
+        constant = self.engine.config.semantics == "response_only"
+        return self.engine.forward_sweep(prompt_segment(prompt), None, constant=constant)[0]
+
+    def score(self, group: PromptGroup) -> list[torch.Tensor]:
+        """Phase 2: log-probabilities [T] of each response under the present weights, from the group's live state."""
+        scores: list[torch.Tensor] = []
+        for indices, segment in make_batches(group, self.responses_together):
+            self.check_stop()
+            _, logprobs = self.engine.forward_sweep(segment, group.state)
+            scores += split_logprobs(group, indices, logprobs)
+        return scores
+
+    def score_reference(self, group: PromptGroup) -> None:
+        """Phase 2, reference: its own capture and scores. The group's policy state must not be alive."""
+        if group.state is not None:
+            raise RuntimeError(f"prompt {group.prompt_id}: only one prompt state is alive at a time")
+        with self.reference.swapped_in():
+            group.state = self.capture(group.prompt)
+            group.ref_logprobs = self.score(group)
+            group.state = None
+
+    def count_terms(self, groups: list[PromptGroup]):
+        """What the whole step's loss is divided by: collective over data parallel."""
+        masks = [mask for group in groups for mask in group.loss_masks()]
+        device = self.engine.model.embedding.word_embeddings.weight.device
+        return all_reduce_loss_counts(count_loss_terms(masks), self.dp, device=device)
+
+    def replay(self, groups: list[PromptGroup], counts) -> ReplayResult:
+        """Phase 4: every group's exact gradient. Needs advantages; scores old log-probabilities where they are missing.
+
+        counts: of the whole step, from `count_terms`. Each group's state is captured where it is not alive, and used up.
+        """
+        loss, statistics = 0.0, None
+        for group in groups:
+            weights = compute_loss_weights(group.loss_masks(), self.objective, counts=counts)
+            if group.state is None:
+                self.check_stop()
+                group.state = self.capture(group.prompt)
+            if group.old_logprobs is None:
+                group.old_logprobs = self.score(group)
+                current = group.old_logprobs
+            else:
+                current = self.score(group) if self.objective.importance_level == "sequence" else None
+            part, found = self._replay_group(group, weights, current)
+            loss += part
+            for item in found:
+                statistics = item if statistics is None else statistics + item
+        return ReplayResult(loss, statistics)
+
+    def _replay_group(self, group, weights, current):
+        state, loss, found = group.state, 0.0, []
+        if not state.constant:
+            self.engine.prepare_adjoints(state)
+        for indices, segment in make_batches(group, self.responses_together):
+            if not any(group.kept[i] for i in indices):
+                continue
+            self.check_stop()
+            group_loss = GroupLoss(group, indices, weights, self.objective, segment.length)
+            if self.objective.importance_level == "sequence":
+                group_loss.set_current_logprobs([current[i] for i in indices])
+            segment.loss = group_loss
+            loss += self.engine.replay(segment, state)
+            if group_loss.statistics is not None:
+                found.append(group_loss.statistics)
+        self.check_stop()
+        if not state.constant:
+            self.engine.reverse_sweep(prompt_segment(group.prompt), state)
+        group.state = None
+        return loss, found

@@ -1,0 +1,24 @@
+"""Mean reward on held-out prompts: one response each, sampled as in training, with random numbers of its own.
+
+The prompts and their random numbers are the same at every evaluation, so that two evaluations differ by the weights
+alone. Prompts are shared out over data-parallel replicas.
+"""
+
+import torch
+import torch.distributed as dist
+
+from megatron.grpo.prompts import Prompt
+from megatron.grpo.rollouts import Rollouts
+
+
+def evaluate(rollouts: Rollouts, prompts: list[Prompt], dp: dist.ProcessGroup) -> float:
+    """Mean reward over `prompts`, equal on every rank. A reward that fails counts 0."""
+    own = prompts[dp.rank() :: dp.size()]
+    groups = [rollouts.sample(prompt, 1, "evaluation", keep_state=False, version=0) for prompt in own]
+    if own:
+        rollouts.score(own, groups, policy="zero")
+    total = torch.tensor(
+        [sum(sum(group.rewards) for group in groups), float(len(own))], dtype=torch.float64, device=rollouts.device
+    )
+    dist.all_reduce(total, group=dp)
+    return (total[0] / total[1]).item()

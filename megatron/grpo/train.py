@@ -1,0 +1,219 @@
+"""The program: GRPO with the exact gradient, launched by torchrun.
+
+    torchrun --nproc-per-node 2 -m megatron.grpo.train --model-preset tiny-qwen3.6 --context-parallel-size 2 ...
+
+Builds everything from the command line, trains, and leaves metrics, TensorBoard events, a plot and a receipt in
+--output-dir and checkpoints in --save. Exit codes: 0 when done or stopped by a signal and saved; 2 for flags that cannot
+be run; 1 for anything else, after one sentence.
+"""
+
+import os
+import sys
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+
+from longstraw.memory_meter import read_peak_bytes
+from longstraw.objectives.advantages import UniformGroupsError
+from longstraw.patches.device import current_device
+from longstraw.receipts.collect import checksum_tensors, collect_versions, join_checksums, now_utc, summarize_state
+from longstraw.receipts.receipt import Model, RankMemory, Receipt, Results, Tokens, Topology
+from longstraw.receipts.metrics import read_metrics
+from longstraw.receipts.recorder import RunRecorder
+from longstraw.sweeps import ReplayEngine
+from longstraw.transaction.commit import StepRejected
+from longstraw.transaction.reference import ReferencePolicy
+from longstraw.transaction.step import Step
+from megatron.grpo.arguments import parse_command_line
+from megatron.grpo.checkpointing import find_reference, load_checkpoint, load_weights, save_checkpoint
+from megatron.grpo.initialize import initialize, shut_down
+from megatron.grpo.model_setup import build_training_model, wrap_model
+from megatron.grpo.optimizer import build_optimizer, build_scheduler
+from megatron.grpo.prompt_order import PromptOrder
+from megatron.grpo.prompts import load_prompts
+from megatron.grpo.rewards import RewardFailure
+from megatron.grpo.rollouts import Rollouts
+from megatron.grpo.stop_signal import StopSignal
+from megatron.grpo.tokenizer import load_tokenizer, stop_token_ids
+from megatron.grpo.trainer import Trainer
+
+
+def load_data(config, tokenizer, max_positions: int):
+    """Training and held-out prompts, reported on rank 0. Raises ValueError where a prompt leaves no room to answer."""
+    loaded = []
+    for path in (config.data.prompt_data, config.data.eval_data):
+        prompts = load_prompts(path, config.data, tokenizer) if path else []
+        if path and dist.get_rank() == 0:
+            print(prompts.report, flush=True)
+        if path and prompts.report.longest_kept + config.sampling.max_response_length > max_positions:
+            raise ValueError(
+                f"{path}: a prompt of {prompts.report.longest_kept} tokens and --max-response-length "
+                f"{config.sampling.max_response_length} exceed --max-position-embeddings {max_positions}: "
+                "set --prompt-length-limit"
+            )
+        loaded.append(prompts)
+    return loaded
+
+
+def build_reference(args, config, model, groups, resumed) -> ReferencePolicy | None:
+    """The reference policy where the objective has a KL term; the model's own weights are left as they are."""
+    if config.objective.kl_coefficient == 0.0:
+        return None
+    folder = find_reference(args, config.run.reference_checkpoint, resumed)
+    if folder is None:
+        return ReferencePolicy(model)
+    policy = ReferencePolicy(model)
+    load_weights(folder, model, groups, vocab_size=args.vocab_size)
+    reference = ReferencePolicy(model)
+    policy.swap()
+    return reference
+
+
+def checksum_weights(model) -> str:
+    """One checksum over every rank's weights, equal on every rank."""
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, checksum_tensors((n, p.data) for n, p in model.named_parameters()))
+    return join_checksums(gathered)
+
+
+def write_record(args, config, trainer, recorder, model, groups, *, started, initial_weights, first_step, last_step):
+    """Gather every rank's share and write the receipt, the plot and the closing table (rank 0)."""
+    world = dist.get_world_size()
+    shares: list = [None] * world
+    counts = trainer.counts if trainer.rollouts.replica.rank() == 0 else type(trainer.counts)()
+    own = (asdict_plain(counts), trainer.state_summary, read_peak_bytes())
+    dist.all_gather_object(shares, own)
+    totals = {name: sum(share[0][name] for share in shares) for name in shares[0][0]}
+    final_weights = checksum_weights(model)
+    if dist.get_rank() != 0:
+        return
+    records = read_metrics(recorder.metrics.path)
+    evaluations = [r["eval_reward_mean"] for r in records if r.get("eval_reward_mean") is not None]
+    receipt = Receipt(
+        command=tuple(["megatron.grpo.train", *sys.argv[1:]]), seed=args.seed, started=started, finished=now_utc(),
+        semantics=config.sweeps.semantics, versions=collect_versions(),
+        topology=Topology(
+            world_size=world, tensor_model_parallel_size=groups.tp.size(), context_parallel_size=groups.cp.size(),
+            data_parallel_size=groups.dp.size(), sequence_parallel=args.sequence_parallel,
+            backend=dist.get_backend(),
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        ),
+        model=Model(
+            preset=args.model_preset, parameters=count_parameters(model, groups),
+            dtype=str(next(model.parameters()).dtype).removeprefix("torch."), initial_weights=initial_weights,
+            final_weights=final_weights,
+        ),
+        objective={name: value for name, value in asdict(config.objective).items()}, tokens=Tokens(**totals),
+        state=tuple(item for share in shares for item in share[1]),
+        memory=tuple(RankMemory(rank=rank, peak_bytes=share[2], categories={}) for rank, share in enumerate(shares)),
+        seconds=dict(recorder.clock.seconds),
+        results=Results(
+            first_step=first_step, last_step=last_step,
+            first_eval_reward_mean=evaluations[0] if evaluations else None,
+            last_eval_reward_mean=evaluations[-1] if evaluations else None,
+        ),
+    )
+    title = f"{args.model_preset}, {config.sweeps.semantics}, CP {groups.cp.size()}, G {config.objective.group_size}"
+    recorder.finish(receipt, title=title)
+
+
+def asdict_plain(counts) -> dict:
+    """A counts record as a dict of ints."""
+    return dict(vars(counts))
+
+
+def count_parameters(model, groups) -> int:
+    """Parameters of the whole model: shards of tensor parallelism added up, replicated ones once."""
+    from megatron.grpo.sharding import partition_dim
+
+    ways = groups.tp.size()
+    return sum(p.numel() * (1 if partition_dim(n) is None else ways) for n, p in model.named_parameters())
+
+
+def run(args, config) -> None:
+    """Build, train and leave the record. Collective."""
+    started = now_utc()
+    groups = initialize(args)
+    device = current_device()
+    tokenizer = load_tokenizer(config.data.tokenizer_path)
+    if len(tokenizer) > args.vocab_size:
+        raise ValueError(
+            f"--tokenizer-path {config.data.tokenizer_path} has {len(tokenizer)} tokens, more than --vocab-size {args.vocab_size}"
+        )
+    train_prompts, eval_prompts = load_data(config, tokenizer, args.max_position_embeddings)
+    order = PromptOrder(
+        len(train_prompts), seed=config.data.prompt_order_seed, shuffle=config.data.shuffle_prompts,
+        fingerprint=train_prompts.fingerprint,
+    )
+    model = build_training_model(args, groups)
+    ddp = wrap_model(args, model, groups)
+    optimizer = build_optimizer(args, ddp, groups)
+    scheduler = build_scheduler(args, optimizer)
+    resumed = load_checkpoint(args, model, optimizer, scheduler, groups)
+    if resumed is not None and resumed.data_position is not None:
+        order.load_state_dict(resumed.data_position)
+    done = 0 if resumed is None else resumed.iteration
+    stop = StopSignal(device)
+    engine = ReplayEngine(
+        model, config.sweeps, vocab_size=args.vocab_size, temperature=config.sampling.sampling_temperature
+    )
+    step = Step(
+        engine, config.objective, dp=groups.dp, responses_together=config.run.responses_per_replay,
+        reference=build_reference(args, config, model, groups, resumed),
+    )
+    rollouts = Rollouts(
+        step, tokenizer, config.sampling, config.rewards,
+        stop_ids=frozenset(stop_token_ids(tokenizer, config.data.tokenizer_path)), replica=groups.tp_cp,
+        seed=args.seed, device=device,
+    )
+    step.check_stop = lambda: _stop_if(stop.agreed(groups.tp_cp))
+    initial_weights = checksum_weights(model)
+    recorder = RunRecorder(args.output_dir, last_step=args.train_iters, rank=dist.get_rank(), resumed_step=done)
+
+    def save(number: int):
+        with recorder.clock.phase("save"):
+            return save_checkpoint(
+                args, number, model, optimizer, scheduler, groups, data_position=order.state_dict()
+            )
+
+    try:
+        with recorder:
+            trainer = Trainer(
+                args=args, config=config, groups=groups, ddp=ddp, optimizer=optimizer, scheduler=scheduler, step=step,
+                rollouts=rollouts, train_prompts=train_prompts, eval_prompts=list(eval_prompts[: config.run.eval_samples]),
+                order=order, recorder=recorder, stop=stop, save=save,
+            )
+            last_step = trainer.train(done + 1)
+            if last_step > done:
+                write_record(
+                    args, config, trainer, recorder, model, groups, started=started, initial_weights=initial_weights,
+                    first_step=done + 1, last_step=last_step,
+                )
+    finally:
+        rollouts.close()
+        stop.restore()
+
+
+def _stop_if(asked: bool) -> None:
+    from longstraw.transaction.step import StepInterrupted
+
+    if asked:
+        raise StepInterrupted
+
+
+def main() -> int:
+    """The command line program; returns the exit code."""
+    args, config = parse_command_line()
+    try:
+        run(args, config)
+    except (ValueError, StepRejected, RewardFailure, UniformGroupsError) as error:
+        print(f"train: rank {os.environ.get('RANK', 0)}: {error}", file=sys.stderr, flush=True)
+        # Other ranks may wait in a collective: torchrun ends them once this one is gone.
+        os._exit(1)
+    shut_down()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

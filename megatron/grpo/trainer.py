@@ -1,0 +1,256 @@
+"""The training loop: one GRPO step after another, each a transaction that commits whole or changes nothing.
+
+A step: sample groups and score them, score the reference, count what the loss is divided by, replay every group under
+autograd, finalize gradients across ranks once, check, and take one optimizer step. A phase that fails or is stopped on
+one rank is rolled back on all: between two collectives over the whole world, ranks agree on the outcome.
+
+Left out: building the model and the command line (`train`).
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from longstraw.memory_meter import read_peak_bytes, reset_peak_bytes
+from longstraw.objectives.advantages import collect_groups
+from longstraw.objectives.losses import all_reduce_loss_statistics
+from longstraw.patches.finalize_model_grads import finalize_gradients
+from longstraw.receipts.recorder import RunRecorder
+from longstraw.transaction.commit import StepRejected, StepSnapshot, agree_on_failure, check_loss
+from longstraw.transaction.group import PromptGroup
+from longstraw.transaction.step import ReplayResult, Step, StepInterrupted
+from megatron.grpo.evaluation import evaluate
+from megatron.grpo.optimizer import gradients_are_finite, name_nonfinite_gradients, step_optimizer
+from megatron.grpo.prompt_order import PromptOrder
+from megatron.grpo.prompts import Prompt
+from megatron.grpo.random_states import collect_random_states, restore_random_states
+from megatron.grpo.rollouts import Rollouts, set_advantages, sum_over
+from megatron.grpo.run_config import TrainConfig
+from megatron.grpo.stop_signal import StopSignal
+
+
+@dataclass(eq=False)
+class TokenCounts:
+    """What the committed steps have trained on, on this replica."""
+
+    prompts: int = 0
+    responses: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    loss_tokens: int = 0
+
+    def add(self, groups: list[PromptGroup]) -> None:
+        """Count a committed step's groups."""
+        self.prompts += len(groups)
+        for group in groups:
+            self.responses += len(group.samples)
+            self.prompt_tokens += group.prompt.shape[1]
+            self.response_tokens += sum(len(sample.token_ids) for sample in group.samples)
+            self.loss_tokens += sum(int(mask.sum()) for mask in group.loss_masks())
+
+
+class Trainer:
+    """Runs steps on this rank, in step with all others.
+
+    save: called as save(step) to write a checkpoint.
+    """
+
+    def __init__(
+        self, *, args, config: TrainConfig, groups, ddp, optimizer, scheduler, step: Step, rollouts: Rollouts,
+        train_prompts, eval_prompts: list[Prompt], order: PromptOrder, recorder: RunRecorder, stop: StopSignal,
+        save: Callable[[int], object],
+    ):
+        self.args, self.config, self.groups, self.ddp = args, config, groups, ddp
+        self.optimizer, self.scheduler, self.step, self.rollouts = optimizer, scheduler, step, rollouts
+        self.train_prompts, self.eval_prompts, self.order = train_prompts, eval_prompts, order
+        self.recorder, self.stop, self.save = recorder, stop, save
+        self.world = dist.group.WORLD
+        self.device = rollouts.device
+        self.counts = TokenCounts()
+        self.state_summary: list = []
+
+    def train(self, first_step: int) -> int:
+        """Steps `first_step` to --train-iters; returns the last step committed. Stops early, saved, on a signal."""
+        done, saved = first_step - 1, first_step - 1
+        last, interval = self.args.train_iters, self.args.eval_interval
+        for number in range(first_step, last + 1):
+            evaluation = self._evaluate_if(number == first_step)  # before the step: what it starts from
+            try:
+                record = self.run_step(number)
+            except StepInterrupted:
+                self.recorder.console.say(f"stopped by a signal: step {number} is rolled back")
+                break
+            done = number
+            if number == last or (interval and number % interval == 0):
+                evaluation = self._evaluate_if(True)
+            if evaluation is not None:
+                record["eval_reward_mean"] = evaluation
+            self.recorder.record_step(record)
+            if self.args.save and self.args.save_interval and number % self.args.save_interval == 0:
+                self.save(number)
+                saved = number
+            if self.stop.agreed(self.world):
+                self.recorder.console.say(f"stopped by a signal after step {number}")
+                break
+        if self.args.save and saved != done:
+            self.save(done)
+        return done
+
+    def _evaluate_if(self, wanted: bool) -> float | None:
+        if not (wanted and self.eval_prompts):
+            return None
+        with self.recorder.clock.phase("evaluate"):
+            return evaluate(self.rollouts, self.eval_prompts, self.groups.dp)
+
+    def run_step(self, number: int) -> dict:
+        """One step as a transaction -> its metrics.
+
+        Raises StepInterrupted after rolling back on a signal, and StepRejected, after rolling back, when a check failed.
+        """
+        started = time.perf_counter()
+        reset_peak_bytes()
+        snapshot = StepSnapshot(
+            (self.order.state_dict, self.order.load_state_dict),
+            (lambda: collect_random_states({}), lambda states: restore_random_states(states, {})),
+        )
+        self.rollouts.statuses.clear()
+        try:
+            groups = self._phase("rollout", lambda: self._roll_out(number))
+            self._phase("reference", lambda: self._score_reference(groups))
+            counts = self.step.count_terms(groups)
+            if counts.num_tokens == 0:
+                raise StepRejected(f"step {number}: no response token is trained, all groups were left out")
+            result = self._phase("replay", lambda: self._replay(groups, counts))
+            metrics = self._commit(number, result)
+        except (StepInterrupted, StepRejected):
+            self._roll_back(snapshot)
+            raise
+        self.counts.add(groups)
+        return {"step": number} | self._describe(groups) | metrics | {
+            "seconds": time.perf_counter() - started, "peak_bytes": read_peak_bytes(),
+        }
+
+    def _phase(self, name: str, work: Callable[[], object]):
+        """Run a phase on this rank, then agree with all ranks on how it ended."""
+        message, value = "", None
+        with self.recorder.clock.phase(name):
+            try:
+                value = work()
+            except StepInterrupted:
+                message = "stop"
+            except StepRejected as error:
+                message = str(error)
+            if not message and self.stop.agreed(self.step_replica):
+                message = "stop"
+            message = agree_on_failure(message, self.world)
+        if message == "stop":
+            raise StepInterrupted
+        if message:
+            raise StepRejected(message)
+        return value
+
+    @property
+    def step_replica(self) -> dist.ProcessGroup:
+        """The ranks of this model replica."""
+        return self.rollouts.replica
+
+    def _roll_out(self, number: int) -> list[PromptGroup]:
+        """Sample, score and filter this replica's groups of the step, and give them advantages."""
+        dp, objective = self.groups.dp, self.config.objective
+        share = self._take_prompts(self.config.data.prompts_per_step)
+        keep_state = len(share) == 1 and self.step.reference is None and objective.group_filter == "none"
+
+        def sample(missing: int, attempt: int) -> list[PromptGroup]:
+            prompts = share if attempt == 0 else self._take_prompts(missing * dp.size())[:missing]
+            found = [
+                self.rollouts.sample(
+                    prompt, objective.group_size, number, attempt, keep_state=keep_state, version=number - 1
+                )
+                for prompt in prompts
+            ]
+            if found:
+                self.rollouts.score(prompts, found)
+            return found
+
+        groups = collect_groups(
+            sample, lambda group: [r for r, kept in zip(group.rewards, group.kept) if kept] or [0.0], len(share),
+            objective, sum_over_dp=sum_over(dp, self.device),
+        )
+        for group in groups:
+            set_advantages(group, objective, mask_truncated=self.config.run.mask_truncated)
+        return groups
+
+    def _take_prompts(self, count: int) -> list[Prompt]:
+        """This replica's share of the next `count` prompts of the whole job."""
+        dp = self.groups.dp
+        indices = self.order.take_shard(count, dp_rank=dp.rank(), dp_size=dp.size()) if count else []
+        return [self.train_prompts[index] for index in indices]
+
+    def _score_reference(self, groups: list[PromptGroup]) -> None:
+        if self.step.reference is not None:
+            for group in groups:
+                self.step.score_reference(group)
+
+    def _replay(self, groups: list[PromptGroup], counts) -> ReplayResult:
+        with self.ddp.no_sync():
+            result = self.step.replay(groups, counts)
+        failure = check_loss(result.loss, 0 if result.statistics is None else int(result.statistics.nan_logprobs))
+        if failure:
+            raise StepRejected(failure)
+        return result
+
+    def _commit(self, number: int, result: ReplayResult) -> dict:
+        """Finalize, check, and move the weights -> loss, KL, norms and clip figures of the whole step."""
+        with self.recorder.clock.phase("commit"):
+            finalize_gradients(self.ddp, self.step.engine.adapters, self.groups)
+            if not gradients_are_finite(self.ddp, self.groups):
+                names = name_nonfinite_gradients(self.ddp, self.groups)
+                raise StepRejected(f"step {number}: the gradient of {', '.join(names[:5])} is not finite")
+            learning_rate = self.optimizer.param_groups[0]["lr"]
+            taken, norm = step_optimizer(self.optimizer, self.scheduler)
+            if not taken:
+                raise StepRejected(f"step {number}: the gradient's norm is {norm}")
+            self.ddp.zero_grad_buffer()
+            loss = torch.tensor(result.loss, dtype=torch.float64, device=self.device)
+            dist.all_reduce(loss, group=self.groups.dp_cp)
+            statistics = all_reduce_loss_statistics(self._statistics_or_zero(result), self.groups.dp_cp).means()
+        if self.step.reference is None:
+            statistics["kl"] = statistics["old_kl"]
+        return {"loss": loss.item(), "grad_norm": norm, "learning_rate": learning_rate} | statistics
+
+    def _statistics_or_zero(self, result: ReplayResult):
+        from longstraw.objectives.losses import LossStatistics
+
+        zero = torch.zeros((), device=self.device)
+        return result.statistics or LossStatistics(
+            num_tokens=zero, clipped_sum=zero, ratio_sum=zero, ratio_max=zero, kl_sum=zero, old_kl_sum=zero,
+            nan_logprobs=zero,
+        )
+
+    def _describe(self, groups: list[PromptGroup]) -> dict:
+        """Rewards and lengths of the step's groups, over all replicas."""
+        samples = [sample for group in groups for sample in group.samples]
+        rewards = [reward for group in groups for reward in group.rewards]
+        own = [
+            float(len(rewards)), sum(rewards), float(sum(len(s.token_ids) for s in samples)),
+            float(sum(s.finish_reason == "length" for s in samples)), *self._failed_rewards(),
+        ]
+        total = torch.tensor(own, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=self.groups.dp)
+        count = max(total[0].item(), 1.0)
+        return {
+            "reward_mean": total[1].item() / count, "response_tokens_mean": total[2].item() / count,
+            "truncated_fraction": total[3].item() / count, "reward_timeouts": int(total[4]),
+            "reward_errors": int(total[5]), "rewards_invalid": int(total[6]),
+        }
+
+    def _failed_rewards(self) -> list[float]:
+        return [float(self.rollouts.statuses[status]) for status in ("timeout", "error", "invalid")]
+
+    def _roll_back(self, snapshot: StepSnapshot) -> None:
+        """Leave no trace of the step: gradients cleared, random states and data position as before it."""
+        self.ddp.zero_grad_buffer()
+        snapshot.restore()
