@@ -1,0 +1,59 @@
+"""The folder of a Megatron checkpoint: which iteration is its newest, which model it is of, what stands beside it.
+
+    DIR/longstraw_model.json                  the preset
+    DIR/iter_0000000/                         weights (torch_dist): any TP size reads them
+    DIR/huggingface/                          config.json and tokenizer of the HF folder it was converted from, if any
+    DIR/latest_checkpointed_iteration.txt     written last: without it DIR is not a checkpoint
+
+Left out: what is in an iteration's folder (see `megatron_checkpoint`). Nothing here needs Megatron.
+"""
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron.grpo.conversion.hf_writer import copy_tokenizer, write_json
+from megatron.grpo.presets import ModelPreset
+
+PRESET_FILE = "longstraw_model.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+HF_FOLDER = "huggingface"
+
+
+def find_iteration(folder: str | Path) -> Path:
+    """The folder of a checkpoint's newest complete iteration. Raises ValueError where there is none."""
+    folder = Path(folder)
+    if not (folder / TRACKER).is_file():
+        raise ValueError(f"--load {folder} is not a Megatron checkpoint: it has no {TRACKER}")
+    newest = (folder / TRACKER).read_text().strip()
+    if newest != "release" and not newest.isdigit():
+        raise ValueError(f"{folder / TRACKER} holds {newest!r}, neither an iteration nor 'release'")
+    path = folder / (newest if newest == "release" else f"iter_{int(newest):07d}")
+    if not (path / "metadata.json").is_file() or not (path / ".metadata").is_file():
+        raise ValueError(f"{path} is not a distributed checkpoint (torch_dist), the one format that is read")
+    return path
+
+
+def keep_hf_files(folder: str | Path, hf_folder: str | Path) -> list[str]:
+    """Keep config.json and the tokenizer's files beside a checkpoint, for training and export; returns their names."""
+    kept = Path(folder) / HF_FOLDER
+    kept.mkdir(parents=True)
+    shutil.copyfile(Path(hf_folder) / "config.json", kept / "config.json")
+    return ["config.json", *copy_tokenizer(hf_folder, kept)]
+
+
+def write_preset(folder: str | Path, preset: ModelPreset) -> None:
+    """Write the architecture beside a checkpoint."""
+    write_json(Path(folder) / PRESET_FILE, asdict(preset))
+
+
+def read_preset(folder: str | Path) -> ModelPreset:
+    """The architecture of a checkpoint. Raises ValueError where it is missing or has unknown fields."""
+    path = Path(folder) / PRESET_FILE
+    if not path.is_file():
+        raise ValueError(f"--load {folder} does not say its architecture: it has no {PRESET_FILE}")
+    try:
+        return ModelPreset(**json.loads(path.read_text()))
+    except (TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a model description ({error})") from error
