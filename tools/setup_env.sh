@@ -3,7 +3,8 @@
 # project itself as an editable install. A second run finds it up to date and returns at once; a half-made or
 # damaged one is repaired; two runs at once wait for each other.
 #
-#   tools/setup_env.sh            make or check the environment
+#   tools/setup_env.sh                     make or check the environment
+#   tools/setup_env.sh --print-python      only say which interpreter it would be made with
 #   LONGSTRAW_PYTHON=/path/to/python3.12 tools/setup_env.sh     use this interpreter and no other
 #   LONGSTRAW_VENV=/elsewhere/env tools/setup_env.sh            keep the environment elsewhere
 #
@@ -19,6 +20,11 @@ requirements=$root/requirements
 
 say() { printf 'setup_env: %s\n' "$*"; }
 fail() { printf 'setup_env: %s\n' "$*" >&2; exit 1; }
+
+make_scratch() {
+    scratch=$(mktemp -d)
+    trap 'rm -rf -- "$scratch"' EXIT
+}
 
 # Prints the interpreter behind $1 if it is a Python 3.12 that can make an environment; else notes why not. The
 # base interpreter is what counts: $1 may be a version manager's shim, which exists whether or not it can run, or
@@ -61,7 +67,7 @@ $(cat "$scratch/rejected")"
     fi
     while IFS= read -r candidate; do
         [ -x "$candidate" ] && try_python "$candidate" && return 0
-    done < <(type -aP python3.12 python3 python | awk '!seen[$0]++'; list_pyenv_pythons)
+    done < <({ type -aP python3.12 python3 python || true; } | awk '!seen[$0]++'; list_pyenv_pythons)
     if uv=$(find_uv); then
         # --system, and from /: never the environment of some folder that this script happens to be called from.
         candidate=$(cd / && "$uv" python find --system 3.12 2>/dev/null) && try_python "$candidate" && return 0
@@ -146,13 +152,17 @@ delete $venv first to start afresh."
     mv -- "$stamp.$$" "$stamp"
 }
 
+case ${1:-} in
+    "") ;;
+    --print-python) make_scratch; find_python; exit ;;
+    *) fail "unknown argument $1 (only --print-python is known)" ;;
+esac
 if is_up_to_date; then
     say "$venv is up to date"
     exit 0
 fi
 type -P flock >/dev/null || fail "the command flock (package util-linux) is needed"
-scratch=$(mktemp -d)
-trap 'rm -rf -- "$scratch"' EXIT
+make_scratch
 mkdir -p -- "$(dirname -- "$venv")"
 exec 9>"$venv.lock"
 if ! flock -n 9; then

@@ -1,0 +1,66 @@
+"""tests/run.sh on a tree of its own: both parts run, their counts are added, and its exit status is the worse one."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+TESTS = """
+import os, time
+import pytest
+
+def test_good(): pass
+def test_bad(): assert "{bad}" == ""
+@pytest.mark.ranks
+def test_on_ranks(): assert os.environ["OMP_NUM_THREADS"] == "1"
+@pytest.mark.ranks
+def test_slow(): time.sleep({slow})
+"""
+
+
+@pytest.fixture
+def run_tests(tmp_path):
+    """Runs a copy of the script over the tests above; returns its exit status and its output's lines."""
+    tree = tmp_path / "the tree"
+    (tree / "tests").mkdir(parents=True)
+    (tree / "tools").mkdir()
+    for file in ("tests/run.sh", "tests/conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / file, tree / file)
+    # The environment exists: it is this one.
+    (tree / "tools/setup_env.sh").write_text("#!/bin/sh\n")
+    (tree / "tools/setup_env.sh").chmod(0o755)
+
+    def run(*arguments: str, bad: str = "", slow: float = 0, seconds: int = 200):
+        (tree / "tests/test_some.py").write_text(TESTS.format(bad=bad, slow=slow))
+        environ = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "LONGSTRAW", "OMP"))}
+        shown = subprocess.run([tree / "tests/run.sh", *arguments], cwd="/", capture_output=True, text=True, timeout=250, env=environ | {
+            "LONGSTRAW_VENV": sys.prefix, "LONGSTRAW_TEST_SECONDS": str(seconds), "LONGSTRAW_TEST_WORKERS": "1"})
+        return shown.returncode, shown.stdout.splitlines(), shown.stderr
+
+    return run
+
+
+def test_both_parts_are_run_and_counted(run_tests):
+    status, lines, _ = run_tests()
+    assert status == 0 and lines[-1] == "4 passed, 0 failed, 0 skipped"
+
+
+def test_a_failure_in_one_part_fails_the_whole(run_tests):
+    status, lines, _ = run_tests(bad="x")
+    assert status == 1 and lines[-1] == "3 passed, 1 failed, 0 skipped"
+
+
+def test_arguments_are_pytests_and_running_nothing_is_no_success(run_tests):
+    status, lines, _ = run_tests("-k", "good or on_ranks")
+    assert status == 0 and lines[-1] == "2 passed, 0 failed, 0 skipped"
+    status, lines, _ = run_tests("-k", "no_such_test")
+    assert status == 5 and lines[-1] == "0 passed, 0 failed, 0 skipped" and "no test ran" in lines[-2]
+
+
+def test_the_whole_run_is_bounded(run_tests):
+    status, _, errors = run_tests("-k", "slow", slow=100, seconds=25)
+    assert status == 124 and "stopped after 25 s" in errors
