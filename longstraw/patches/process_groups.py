@@ -28,7 +28,8 @@ def initialize_groups(*, tensor_parallel: int = 1, context_parallel: int = 1) ->
         )
     with cuda_means_cpu():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor_parallel, context_parallel_size=context_parallel
+            tensor_model_parallel_size=tensor_parallel, context_parallel_size=context_parallel,
+            create_gloo_process_groups=False,  # second groups for host tensors: threads that nothing here would use
         )
     return ProcessGroupCollection.use_mpu_process_groups()
 
