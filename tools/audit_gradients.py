@@ -182,7 +182,9 @@ def measure(args) -> dict | None:
     from longstraw.patches.float64 import lift_float64
     from longstraw.patches.process_groups import initialize_groups
     from megatron.grpo.presets import get_preset
+    from megatron.grpo.quiet_logs import quiet_logs
 
+    quiet_logs()
     groups = initialize_groups(
         tensor_parallel=args.tensor_model_parallel_size, context_parallel=args.context_parallel_size
     )

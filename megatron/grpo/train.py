@@ -32,6 +32,7 @@ from megatron.grpo.model_setup import build_training_model, wrap_model
 from megatron.grpo.optimizer import build_optimizer, build_scheduler
 from megatron.grpo.prompt_order import PromptOrder
 from megatron.grpo.prompts import load_prompts
+from megatron.grpo.quiet_logs import quiet_logs
 from megatron.grpo.rewards import RewardFailure
 from megatron.grpo.rollouts import Rollouts
 from megatron.grpo.stop_signal import StopSignal
@@ -205,6 +206,7 @@ def _stop_if(asked: bool) -> None:
 def main() -> int:
     """The command line program; returns the exit code."""
     args, config = parse_command_line()
+    quiet_logs()
     try:
         run(args, config)
     except (ValueError, StepRejected, RewardFailure, UniformGroupsError) as error:
