@@ -5,6 +5,7 @@ Run by test_checkpointing.py with a scratch folder. Each check's name is printed
 
 import os
 import random
+import time
 
 import numpy as np
 import torch
@@ -214,9 +215,11 @@ def check_no_process_left() -> None:
 
 
 def main(rank: int, ranks: int, arguments: list[str]) -> None:
+    start = time.monotonic()
+
     def passed(name: str) -> None:
         if rank == 0:
-            print(f"passed: {name}", flush=True)
+            print(f"passed: {name}, {time.monotonic() - start:.1f} s", flush=True)
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     folder = arguments[0]

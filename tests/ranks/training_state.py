@@ -1,6 +1,7 @@
 """What the rank scripts share: a run's parts built from flags, and gradients that are the same at every topology."""
 
 import contextlib
+import logging
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from megatron.grpo.initialize import seed_everything
 from megatron.grpo.model_setup import build_training_model, wrap_model
 from megatron.grpo.optimizer import build_optimizer, build_scheduler, step_optimizer
 from megatron.grpo.sharding import shard_parameter, unshard_parameter
+
+logging.getLogger("megatron").setLevel(logging.WARNING)
 
 
 class TrainingState:

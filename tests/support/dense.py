@@ -56,12 +56,17 @@ def take_gradients(model) -> dict[str, torch.Tensor]:
 
 
 def compare_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, dict[str, float]]:
-    """Relative error over all parameters together, and of each parameter."""
+    """Relative error over all parameters together, and of each parameter.
+
+    A parameter whose gradient is below 1e-4 of the whole is held to that: a query that sees one key has no gradient but
+    rounding.
+    """
     assert found.keys() == expected.keys()
     error = {name: (found[name].double() - e.double()).norm().item() for name, e in expected.items()}
     norm = {name: e.double().norm().item() for name, e in expected.items()}
-    total = (sum(x**2 for x in error.values()) / sum(x**2 for x in norm.values())) ** 0.5
-    return total, {name: error[name] / norm[name] if norm[name] else float(error[name] > 0) for name in expected}
+    whole = sum(x**2 for x in norm.values()) ** 0.5
+    total = sum(x**2 for x in error.values()) ** 0.5 / whole
+    return total, {name: error[name] / max(norm[name], 1e-4 * whole) for name in expected}
 
 
 def _cut(x: torch.Tensor, tokens: int, dim: int) -> torch.Tensor:

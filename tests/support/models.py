@@ -79,12 +79,18 @@ def build_pair(
         context_parallel_size=groups.cp.size(), sequence_parallel=sequence_parallel,
     )
     model = build_model(preset, config, groups, padded_vocab_size=padded_vocab_size).to(dtype)
-    whole = dict(plain.named_parameters())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            whole[name].copy_(whole[name].to(dtype))
-            parameter.copy_(shard_parameter(name, whole[name], preset, groups.tp.rank(), groups.tp.size()))
-    return ModelPair(preset, plain, model, preset.vocab_size)
+    pair = ModelPair(preset, plain, model, preset.vocab_size)
+    copy_weights(pair, groups)
+    return pair
+
+
+@torch.no_grad()
+def copy_weights(pair: ModelPair, groups: ProcessGroupCollection) -> None:
+    """Round the conventional model's weights to the stateful model's dtype and copy them over, shard by shard."""
+    whole = dict(pair.plain.named_parameters())
+    for name, parameter in pair.model.named_parameters():
+        whole[name].copy_(whole[name].to(parameter.dtype))
+        parameter.copy_(shard_parameter(name, whole[name], pair.preset, groups.tp.rank(), groups.tp.size()))
 
 
 @functools.cache

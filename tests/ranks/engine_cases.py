@@ -1,0 +1,91 @@
+"""What the ranks of `test_engine_ranks.py` run: one case is a topology, a model, tokens, and how the engine cuts them.
+
+Pure data: the test reads the names, the ranks run the cases.
+"""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One comparison with the dense pass. What is left of the world after tp x cp is data parallel.
+
+    groups: (prompt length, response lengths) each; a data-parallel replica takes every dp-th of them, or none.
+    single_token: only one response token of each group has a weight. together: responses replayed at a time.
+    """
+
+    name: str
+    ranks: int
+    tp: int = 1
+    cp: int = 1
+    sequence_parallel: bool = False
+    preset: str = "tiny-qwen3.6"
+    dtype: str = "float64"
+    groups: tuple[tuple[int, tuple[int, ...]], ...] = ((43, (5, 17, 1)),)
+    chunk: int = 16
+    block: int = 8
+    rows_at_once: int = 4096
+    pages: str = "device"
+    kept: str = "none"
+    semantics: str = "exact"
+    together: int = 1
+    single_token: bool = False
+    vocab_size: int | None = None
+
+    @property
+    def bar(self) -> float:
+        """The largest relative error over all parameters together."""
+        return 1e-12 if self.dtype == "float64" else 2e-5
+
+
+EIGHT_TOKENS = dict(groups=((3, (5,)),), single_token=True, chunk=2, block=3)
+ODD = dict(groups=((157, (1, 1)),), chunk=43, block=8)
+
+
+def _two() -> list[Case]:
+    cp2 = Case(name="cp2", ranks=2, cp=2)
+    tp2 = Case(name="tp2", ranks=2, tp=2)
+    return [
+        cp2,
+        replace(cp2, name="cp2, odd prompt and 1-token responses", **ODD),
+        replace(cp2, name="cp2, prompt of 1 token, blocks of 1", groups=((1, (3, 1)),), block=1),
+        replace(cp2, name="cp2, host pages, kept outputs, sub-blocks", pages="host", kept="host", rows_at_once=3),
+        replace(cp2, name="cp2, batch", groups=((20, (6, 6, 6, 6)),), together=2, block=4),
+        replace(cp2, name="cp2, tied embeddings", preset="tiny-llama"),
+        replace(cp2, name="cp2, float32", dtype="float32"),
+        replace(cp2, name="cp2, response only", semantics="response_only"),
+        replace(cp2, name="cp2, 8 tokens", **EIGHT_TOKENS),
+        tp2,
+        replace(tp2, name="tp2, odd prompt and 1-token responses", **ODD),
+        replace(tp2, name="tp2, q and k norms", preset="tiny-qwen3"),
+        replace(tp2, name="tp2, padded vocabulary", preset="tiny-llama", vocab_size=101),
+        replace(tp2, name="tp2, sequence parallel", sequence_parallel=True),
+        replace(tp2, name="tp2, sequence parallel, odd", sequence_parallel=True, **ODD),
+        replace(tp2, name="tp2, sequence parallel, tied", sequence_parallel=True, preset="tiny-llama"),
+        replace(tp2, name="tp2, sequence parallel, float32", sequence_parallel=True, dtype="float32"),
+        Case(name="dp2, a prompt each", ranks=2, groups=((20, (5, 1)), (33, (2, 6)))),
+        Case(name="dp2, a replica without work", ranks=2, groups=((20, (5, 1)),)),
+    ]
+
+
+def _four() -> list[Case]:
+    cp4 = Case(name="cp4", ranks=4, cp=4)
+    both = Case(name="tp2 x cp2", ranks=4, tp=2, cp=2)
+    return [
+        cp4,
+        replace(cp4, name="cp4, odd prompt and 1-token responses", **ODD),
+        replace(cp4, name="cp4, chunks of 2: ranks own nothing", groups=((9, (3, 1)),), chunk=2, block=1),
+        replace(cp4, name="cp4, 8 tokens", **EIGHT_TOKENS),
+        Case(name="dp2 x cp2, 8 tokens", ranks=4, cp=2, **EIGHT_TOKENS),
+        Case(name="dp4, 8 tokens", ranks=4, **EIGHT_TOKENS),
+        both,
+        replace(both, name="tp2 x cp2, odd prompt and 1-token responses", **ODD),
+        replace(both, name="tp2 x cp2, sequence parallel", sequence_parallel=True),
+        replace(both, name="tp2 x cp2, sequence parallel, odd", sequence_parallel=True, **ODD),
+        replace(both, name="tp2 x cp2, sequence parallel, float32", sequence_parallel=True, dtype="float32"),
+        Case(name="dp2 x tp2, a prompt each", ranks=4, tp=2, groups=((20, (5, 1)), (33, (2, 6)))),
+        Case(name="dp2 x cp2, a prompt each", ranks=4, cp=2, groups=((20, (5, 1)), (33, (2, 6)))),
+    ]
+
+
+CASES = {case.name: case for case in (*_two(), *_four())}

@@ -1,0 +1,167 @@
+"""The ranks of `test_engine_ranks.py`: every case of one world size, one after another, results to a JSON file.
+
+Models go through DDP and gradient finalization, as in training; every rank compares the whole, unsharded gradients with
+the dense pass. The dense passes are shared out over the ranks.
+"""
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+from longstraw.adapters.decoder import last_token_logits
+from longstraw.patches.device import cuda_means_cpu
+from longstraw.patches.finalize_model_grads import finalize_gradients
+from longstraw.patches.float64 import lift_float64
+from longstraw.patches.process_groups import initialize_groups
+from megatron.grpo.presets import get_preset
+from megatron.grpo.sharding import unshard_parameter
+from tests.ranks.engine_cases import CASES, Case
+from tests.support import models
+from tests.support.dense import compare_gradients, constant_prompt, dense_gradients
+from tests.support.ranks import fork_ranks
+
+
+def preset_of(case: Case):
+    preset = get_preset(case.preset)
+    return preset if case.vocab_size is None else replace(preset, vocab_size=case.vocab_size)
+
+
+def draw_groups(case: Case) -> list[models.Group]:
+    groups = [
+        models.draw_group(prompt, responses, preset_of(case).vocab_size, seed)
+        for seed, (prompt, responses) in enumerate(case.groups)
+    ]
+    if not case.single_token:
+        return groups
+    one = [torch.zeros_like(w) for w in groups[0].weights]
+    one[0][2] = 1.0
+    return [replace(groups[0], weights=tuple(one))]
+
+
+@functools.cache
+def build(preset, dtype, topology, padded_vocab_size, groups):
+    """The pair and DDP around its stateful model, kept while the topology stays."""
+    pair = models.build_pair(
+        preset, getattr(torch, dtype), groups, sequence_parallel=topology[2], padded_vocab_size=padded_vocab_size
+    )
+    for parameter in pair.plain.parameters():  # Megatron draws by tensor-parallel rank
+        dist.broadcast(parameter.data, 0)
+    models.copy_weights(pair, groups)
+    with cuda_means_cpu():
+        ddp = DistributedDataParallel(
+            pair.model.config, DistributedDataParallelConfig(overlap_grad_reduce=False), pair.model, pg_collection=groups
+        )
+    return pair, ddp
+
+
+def engine_result(case: Case, pair, ddp, groups, token_groups):
+    """Global loss and whole gradients of this replica's groups together with the other replicas'."""
+    engine = pair.engine(
+        semantics=case.semantics, prompt_chunk_size=case.chunk, response_block_size=case.block, page_residency=case.pages,
+        attention_output_residency=case.kept, query_rows_at_once=case.rows_at_once,
+    )
+    ddp.zero_grad_buffer()
+    loss = torch.zeros((), dtype=torch.float64)
+    with ddp.no_sync():
+        for group in token_groups[groups.dp.rank() :: groups.dp.size()]:
+            loss += engine.replay(group.tree(together=case.together))
+    finalize_gradients(ddp, engine.adapters, groups)
+    dist.all_reduce(loss, group=groups.dp_cp)
+    whole = {}
+    for name, parameter in pair.model.named_parameters():
+        shards = [torch.empty_like(parameter.main_grad) for _ in range(groups.tp.size())]
+        dist.all_gather(shards, parameter.main_grad.contiguous(), group=groups.tp)
+        whole[name] = unshard_parameter(name, shards, pair.preset)
+    return loss.item(), whole
+
+
+def check_scores(case: Case, pair, group):
+    """The forward sweep's log-probabilities and last logits are equal on every rank and those of the dense model."""
+    engine = pair.engine(prompt_chunk_size=case.chunk, response_block_size=case.block)
+    tree = group.tree()
+    state, _ = engine.forward_sweep(tree, None)
+    child, response = tree.children[0], group.responses[0]
+    child_state, logprobs = engine.forward_sweep(child, state)
+    again = engine.open_segment(child, state)
+    for block in range(len(again.plan)):
+        hidden = engine.run_forward(child, again, block)
+    logits = last_token_logits(pair.model, hidden, again.plan[-1], pair.vocab_size)
+    ids = torch.cat([group.prompt, response[None, :-1]], 1)
+    mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)[None, None]
+    with torch.no_grad():
+        dense = pair.plain(ids, None, mask)[0, -len(response) :, : pair.vocab_size]
+    expected = dense.log_softmax(-1).gather(1, response[:, None])[:, 0]
+    torch.testing.assert_close(logprobs[0], expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(logits[0], dense[-1], rtol=1e-10, atol=1e-10)
+    for value in (logprobs, logits):
+        first = value.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, value), "ranks disagree"
+
+
+_references: dict[tuple, tuple[float, dict]] = {}
+
+
+def reference_of(case: Case, pair, token_groups):
+    """The dense loss and gradients, computed once per model and tokens; sequences are shared out over the ranks."""
+    key = (pair.preset, case.dtype, case.groups, case.single_token, case.semantics)
+    if key not in _references:
+        constant = case.semantics == "response_only"
+        share = [
+            (group, sequence) for group in token_groups for sequence in group.sequences()
+        ][dist.get_rank() :: dist.get_world_size()]
+        total, grads = torch.zeros((), dtype=torch.float64), {n: torch.zeros_like(p) for n, p in pair.plain.named_parameters()}
+        for group, sequence in share:
+            with constant_prompt(pair.plain, group.prompt.shape[1] - 1 if constant else 0):
+                loss, found = dense_gradients(pair.plain, [sequence], vocab_size=pair.vocab_size)
+            total += loss
+            for name, grad in found.items():
+                grads[name] += grad
+        for tensor in (total, *grads.values()):
+            dist.all_reduce(tensor)
+        _references[key] = (total.item(), grads)
+    return _references[key]
+
+
+def run_case(case: Case, groups) -> dict:
+    preset, topology = preset_of(case), (case.tp, case.cp, case.sequence_parallel)
+    padded = None if case.vocab_size is None else 128
+    with lift_float64():
+        pair, ddp = build(preset, case.dtype, topology, padded, groups)
+        token_groups = draw_groups(case)
+        loss, found = engine_result(case, pair, ddp, groups, token_groups)
+        expected_loss, expected = reference_of(case, pair, token_groups)
+        if case.dtype == "float64":
+            check_scores(case, pair, token_groups[0])
+    total, single = compare_gradients(found, expected)
+    worst = torch.tensor([total, *single.values()], dtype=torch.float64)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return {
+        "global": worst[0].item(), "parameters": dict(zip(single, worst[1:].tolist())), "loss": loss,
+        "reference_loss": expected_loss,
+    }
+
+
+def main(rank, ranks, arguments):
+    results, topology, groups = {}, None, None
+    for case in sorted((c for c in CASES.values() if c.ranks == ranks), key=lambda c: (c.tp, c.cp, c.sequence_parallel)):
+        if topology != (case.tp, case.cp):
+            parallel_state.destroy_model_parallel()
+            build.cache_clear()
+            topology = (case.tp, case.cp)
+            groups = initialize_groups(tensor_parallel=case.tp, context_parallel=case.cp)
+        results[case.name] = run_case(case, groups)
+        if rank == 0:
+            print(case.name, results[case.name]["global"], flush=True)
+    if rank == 0:
+        Path(arguments[0]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    fork_ranks(main)

@@ -1,0 +1,56 @@
+"""Over context, tensor, sequence and data parallel ranks every parameter's gradient equals one dense pass.
+
+Two launches, of 2 and of 4 ranks, run all the cases of engine_cases.py; each test here reads one result.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.engine_cases import CASES
+from tests.support.ranks import run_on_ranks
+
+pytestmark = pytest.mark.ranks
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """case name -> errors and losses; each world is launched when first asked for."""
+    found = {}
+
+    def result_of(name):
+        ranks = CASES[name].ranks
+        if ranks not in found:
+            scratch = tmp_path_factory.mktemp(f"ranks{ranks}")
+            found[ranks] = {}  # a failed launch fails each of its cases at once
+            run_on_ranks(HERE / "engine_ranks.py", ranks, scratch, [str(scratch / "results.json")])
+            found[ranks] = json.loads((scratch / "results.json").read_text())
+        assert name in found[ranks], f"the launch of {ranks} ranks failed before this case"
+        return found[ranks][name]
+
+    return result_of
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_equals_the_dense_pass(results, name):
+    result, bar = results(name), CASES[name].bar
+    worst = max(result["parameters"], key=result["parameters"].get)
+    assert result["global"] <= bar, (result["global"], worst)
+    assert result["parameters"][worst] <= 10 * bar, (worst, result["parameters"][worst])
+    assert result["loss"] == pytest.approx(result["reference_loss"], rel=10 * bar, abs=bar)
+
+
+def test_one_trained_token_of_eight_gives_one_loss_whatever_the_ranks(results):
+    """Not off by the CP size, nor by a rank's share of the mask: CP 1 (data parallel 4), 2 and 4 report the same."""
+    names = ["dp4, 8 tokens", "dp2 x cp2, 8 tokens", "cp2, 8 tokens", "cp4, 8 tokens"]
+    losses = [results(name)["loss"] for name in names]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-12) and losses[0] != 0
+
+
+def test_axes_right_alone_are_right_together(results):
+    """TP 2, CP 2 and both: the gated delta nets' output norms, which need a sum over TP of their own, included."""
+    for name in ("tp2", "cp2", "tp2 x cp2", "tp2 x cp2, sequence parallel"):
+        norms = {p: e for p, e in results(name)["parameters"].items() if p.endswith("out_norm.weight")}
+        assert len(norms) == 3 and max(norms.values()) <= 1e-11, (name, norms)

@@ -1,0 +1,151 @@
+"""Where state lives changes no bit of the gradient, the ledger says where it is, and nothing outlives a sweep."""
+
+import gc
+import itertools
+
+import pytest
+import torch
+
+from longstraw.adapters import full_attention
+from longstraw.adapters.base import LayerRun
+from tests.support.dense import compare_gradients
+from tests.support.models import dense_of, draw_group, get_pair, get_small_hybrid, replay_gradients
+
+PLACES = ("device", "host")
+
+
+def test_every_residency_gives_the_same_bits():
+    pair = get_small_hybrid()
+    group = draw_group(30, (7, 1), pair.vocab_size)
+    results = {}
+    for pages, adjoints, kept in itertools.product(PLACES, PLACES, ("none", *PLACES)):
+        engine = pair.engine(
+            prompt_chunk_size=8, page_residency=pages, adjoint_residency=adjoints, attention_output_residency=kept
+        )
+        results[pages, adjoints, kept] = replay_gradients(engine, group.tree())
+    loss, grads = results["device", "device", "none"]
+    assert compare_gradients(grads, dense_of(pair, group)[1])[0] <= 1e-12
+    for where, (other_loss, other) in results.items():
+        assert loss == other_loss, where
+        assert all(torch.equal(grads[name], other[name]) for name in grads), where
+
+
+def entries_during_replay(pair, group, **config):
+    """The ledger's entries whenever a response's loss is taken."""
+    engine, tree, seen = pair.engine(prompt_chunk_size=8, response_block_size=4, **config), group.tree(), []
+    for child in tree.children:
+        child.loss = lambda logprobs, columns, loss=child.loss: seen.append(engine.ledger.entries()) or loss(logprobs, columns)
+    replay_gradients(engine, tree)
+    assert engine.ledger.entries() == [], "state outlives the sweep"
+    return seen
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_ledger_says_what_is_where(place):
+    pair = get_small_hybrid()
+    group = draw_group(30, (7,), pair.vocab_size)
+    seen = entries_during_replay(
+        pair, group, page_residency=place, adjoint_residency=place, attention_output_residency=place
+    )
+    for entries in seen:
+        where = {entry.kind: entry.residency for entry in entries if entry.segment == "prompt"}
+        assert where["kv_pages"] == where["kv_adjoint"] == where["attention_output"] == place
+        assert where["recurrent_state"] == where["conv_state"] == "device"
+        assert {e.layer_number for e in entries if e.kind == "kv_pages"} == {2, 4}
+        assert {e.layer_number for e in entries if e.kind == "recurrent_state"} == {1, 3}
+        pages = [e for e in entries if e.kind == "kv_pages" and e.segment == "prompt"]
+        assert all(e.rows == 29 and e.owner == 0 and e.bytes == 2 * 29 * 16 * 8 for e in pages)
+
+
+def test_at_most_two_layers_of_host_pages_are_staged():
+    pair = get_pair("tiny-llama")  # four attention layers
+    seen = entries_during_replay(pair, draw_group(30, (7, 6), pair.vocab_size), page_residency="host")
+    staged = [[e for e in entries if e.kind == "staged"] for entries in seen]
+    assert all(1 <= len(copies) <= 2 for copies in staged), staged
+
+
+def test_the_prompts_state_is_all_that_grows_with_the_prompt():
+    """Per prompt token: two attention layers' keys and values; nothing else of the ledger grows but boundary states."""
+    pair = get_small_hybrid()
+    sizes = {}
+    for length in (17, 33):
+        entries = entries_during_replay(pair, draw_group(length, (4,), pair.vocab_size))[0]
+        sizes[length] = {kind: sum(e.bytes for e in entries if e.kind == kind) for kind in {e.kind for e in entries}}
+    grown = {kind: sizes[33][kind] - sizes[17][kind] for kind in sizes[33]}
+    per_token = 2 * 16 * 8  # k and v, one group of 16 channels, float64
+    assert grown["kv_pages"] == grown["kv_adjoint"] == 2 * 16 * per_token
+    assert grown["recurrent_state"] == 2 * 2 * 4 * 8 * 8 * 8  # two more chunks, two layers, [4, 8, 8] float64 each
+
+
+def live(kind):
+    return [o for o in gc.get_objects() if issubclass(type(o), kind)]
+
+
+@pytest.fixture
+def no_collector():
+    """Cycles stay where they are: whatever reference counting alone does not free is found."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+
+
+def graph_tensors():
+    return [t for t in live(torch.Tensor) if t.grad_fn is not None]
+
+
+@pytest.mark.parametrize("kept", ["none", "host"])
+def test_no_graph_and_no_run_survives_a_sweep(no_collector, kept):
+    pair = get_small_hybrid()
+    group = draw_group(20, (6, 1), pair.vocab_size)
+    before = len(graph_tensors())
+    engine = pair.engine(attention_output_residency=kept)
+    replay_gradients(engine, group.tree())
+    assert live(LayerRun) == []
+    assert len(graph_tensors()) == before
+    assert engine.ledger.entries() == []
+
+
+def test_graphs_are_gone_block_by_block(no_collector):
+    """When a loss is taken, the only runs alive are those of its own block."""
+    pair = get_small_hybrid()
+    engine, tree, alive = pair.engine(response_block_size=2), draw_group(9, (6, 4), pair.vocab_size).tree(), []
+    for child in tree.children:
+        child.loss = lambda logprobs, columns, loss=child.loss: alive.append(len(live(LayerRun))) or loss(logprobs, columns)
+    replay_gradients(engine, tree)
+    assert alive == [4] * 5
+
+
+def test_a_cycle_through_the_autograd_node_would_be_seen(no_collector, monkeypatch):
+    """The control: an autograd node whose geometry holds its block's run leaks every block, and the test above sees it."""
+    pair = get_small_hybrid()
+    original = full_attention.paged_attention
+
+    def leaky(q, k, v, geometry, kept):
+        run = next(a.module.run for a in engine.adapters if getattr(a.module.run, "k", None) is k)
+        object.__setattr__(geometry, "run", run)
+        run.output = (original(q, k, v, geometry, kept),)
+        return run.output[0]
+
+    monkeypatch.setattr(full_attention, "paged_attention", leaky)
+    engine = pair.engine()
+    replay_gradients(engine, draw_group(20, (6, 1), pair.vocab_size).tree())
+    assert live(LayerRun)
+
+
+def test_a_failing_loss_leaves_nothing_bound():
+    """An exception in the middle of a replay: no module keeps a run, and the next replay is right."""
+    pair = get_small_hybrid()
+    group = draw_group(20, (6,), pair.vocab_size)
+    engine, tree = pair.engine(), group.tree()
+
+    def fail(logprobs, columns):
+        raise RuntimeError("no reward")
+
+    tree.children[0].loss = fail
+    with pytest.raises(RuntimeError, match="no reward"):
+        replay_gradients(engine, tree)
+    assert all(adapter.module.run is None for adapter in engine.adapters)
+    _, found = replay_gradients(engine, group.tree())
+    assert compare_gradients(found, dense_of(pair, group)[1])[0] <= 1e-12
