@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from longstraw.receipts.metrics import EVAL_KEY
-from longstraw.receipts.receipt import RankMemory, Receipt
+from longstraw.receipts.receipt import Receipt
 
 INK, FAINT, GRID = "#1f2430", "#6b7280", "#e5e7eb"
 TRAIN, EVALUATION = "#9db8d9", "#c2410c"
@@ -53,33 +53,54 @@ def draw_rewards(axes, records: Sequence[Mapping]) -> None:
         axes.legend(frameon=False, loc="best", fontsize=9, labelcolor=INK)
 
 
-def draw_memory(axes, memory: Sequence[RankMemory]) -> None:
-    """Each rank's peak as a bar, stacked by what it was made of."""
-    divisor, unit = scale_bytes(max((rank.peak_bytes for rank in memory), default=0))
-    names = sorted({name for rank in memory for name in rank.categories},
-                   key=lambda name: -sum(rank.categories.get(name, 0) for rank in memory))
-    layers = [(name, [rank.categories.get(name, 0) for rank in memory], CATEGORY_COLOURS[index % len(CATEGORY_COLOURS)])
-              for index, name in enumerate(names)]
-    layers.append(("not attributed", [rank.unattributed_bytes for rank in memory], UNATTRIBUTED))
-    places, floor = range(len(memory)), [0.0] * len(memory)
-    for name, sizes, colour in layers:
+def split_memory(receipt: Receipt) -> list[tuple[str, list[int]]]:
+    """(name, bytes of each rank) of what the peaks were made of, largest first, ending with what nothing claims.
+
+    The categories where the run measured them, else the ledger's classes of state that lay on the device. Empty where
+    the receipt has neither.
+    """
+    parts: dict[str, list[int]] = {}
+    for place, rank in enumerate(receipt.memory):
+        for name, size in rank.categories.items():
+            parts.setdefault(name, [0] * len(receipt.memory))[place] += size
+    if not parts:
+        places = {rank.rank: place for place, rank in enumerate(receipt.memory)}
+        for item in receipt.state:
+            if item.residency == "device":
+                parts.setdefault(item.kind, [0] * len(receipt.memory))[places[item.rank]] += item.bytes
+    if not parts:
+        return []
+    layers = sorted(parts.items(), key=lambda part: -sum(part[1]))
+    others = [rank.peak_bytes - sum(sizes[place] for _, sizes in layers) for place, rank in enumerate(receipt.memory)]
+    return [*layers, ("everything else", [max(0, size) for size in others])]
+
+
+def draw_memory(axes, receipt: Receipt) -> None:
+    """Each rank's peak as a bar, stacked by what it was made of where the receipt says so."""
+    peaks = [rank.peak_bytes for rank in receipt.memory]
+    divisor, unit = scale_bytes(max(peaks))
+    places, floor = range(len(peaks)), [0.0] * len(peaks)
+    layers = split_memory(receipt)
+    for index, (name, sizes) in enumerate(layers or [("", peaks)]):
+        colour = UNATTRIBUTED if layers and index == len(layers) - 1 else CATEGORY_COLOURS[(index + 1) % len(CATEGORY_COLOURS)]
         if any(sizes):
             heights = [size / divisor for size in sizes]
             axes.bar(places, heights, bottom=floor, width=0.62, color=colour, edgecolor="white", linewidth=0.8,
                      label=name.replace("_", " "))
             floor = [low + height for low, height in zip(floor, heights)]
-    if len(memory) <= 8:
-        for place, top in zip(places, floor):
-            axes.annotate(f"{top:.3g}", (place, top), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=9,
-                          color=INK, fontweight="bold")
-    step = max(1, -(-len(memory) // 16))
-    axes.set_xticks(list(places)[::step], [str(rank.rank) for rank in memory][::step])
+    if len(peaks) <= 8:
+        for place, peak in enumerate(peaks):
+            axes.annotate(f"{peak / divisor:.3g}", (place, floor[place]), xytext=(0, 4), textcoords="offset points",
+                          ha="center", fontsize=9, color=INK, fontweight="bold")
+    step = max(1, -(-len(peaks) // 16))
+    axes.set_xticks(list(places)[::step], [str(rank.rank) for rank in receipt.memory][::step])
     _finish(axes, "Peak memory by rank", "rank", unit)
-    axes.set_xlim(-0.7, max(len(memory), 2) - 0.3)
+    axes.set_xlim(-0.7, max(len(peaks), 2) - 0.3)
     axes.margins(y=0.1)
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9,
-                labelcolor=INK)
+    if layers:
+        handles, labels = axes.get_legend_handles_labels()
+        axes.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9,
+                    labelcolor=INK)
 
 
 def draw_peaks(axes, records: Sequence[Mapping]) -> None:
@@ -130,7 +151,7 @@ def plot_run(path: str | os.PathLike, records: Sequence[Mapping], receipt: Recei
     left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
     draw_rewards(left, records)
     if receipt is not None:
-        draw_memory(right, receipt.memory)
+        draw_memory(right, receipt)
     else:
         draw_peaks(right, records)
     if title:

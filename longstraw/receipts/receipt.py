@@ -161,7 +161,7 @@ class RankMemory:
     rank: int
     """Global rank."""
     peak_bytes: int
-    """Most bytes of live tensor storage at any moment of the run, weights included."""
+    """Most bytes held at any moment of the run: on CUDA by the allocator, on a CPU by the process, libraries included."""
     categories: dict[str, int]
     """Bytes at that moment by category: weights, gradients, optimizer, prompt_state, adjoints, graph and so on."""
 

@@ -2,13 +2,14 @@
 
 import io
 import time
+from dataclasses import replace
 
 import pytest
 from receipt_samples import make_receipt, make_record
 
 from longstraw.receipts.console import RunConsole, format_bytes, format_seconds, format_step, summarize_run
 from longstraw.receipts.phases import PhaseClock
-from longstraw.receipts.plots import plot_run, smooth
+from longstraw.receipts.plots import plot_run, smooth, split_memory
 from longstraw.receipts.receipt import RankMemory, Topology
 from longstraw.receipts.recorder import RunRecorder
 
@@ -126,6 +127,16 @@ def test_smoothing_looks_back_only():
     assert smooth([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
 
 
+def test_peaks_are_split_by_category_else_by_state_else_not_at_all():
+    assert split_memory(make_receipt()) == [("weights", [1000, 1000]), ("graph", [900, 900]), ("everything else", [3100, 3100])]
+    plain = tuple(RankMemory(rank=rank, peak_bytes=5000, categories={}) for rank in (0, 1))
+    state = make_receipt().state
+    assert split_memory(make_receipt(memory=plain)) == [], "host pages are no device memory"
+    on_device = (replace(state[0], residency="device"), replace(state[0], residency="device", kind="kv_adjoint", bytes=800))
+    assert split_memory(make_receipt(memory=plain, state=on_device)) == [
+        ("kv_adjoint", [0, 800]), ("kv_pages", [0, 400]), ("everything else", [5000, 3800])]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 32])
 def test_the_picture_is_drawn_for_any_number_of_ranks(tmp_path, ranks):
     memory = tuple(RankMemory(rank=rank, peak_bytes=9 << 30, categories={"weights": 5 << 30}) for rank in range(ranks))
@@ -140,6 +151,8 @@ def test_the_picture_is_drawn_for_any_number_of_ranks(tmp_path, ranks):
 
 def test_the_picture_needs_no_receipt_and_no_reward_but_a_step(tmp_path):
     plot_run(tmp_path / "run.png", [make_record(1, reward_mean=None, peak_bytes=0)])
+    plain = tuple(RankMemory(rank=rank, peak_bytes=0, categories={}) for rank in (0, 1))
+    plot_run(tmp_path / "run.png", [make_record(1)], make_receipt(memory=plain, state=()))
     read_png_size(tmp_path / "run.png")
     with pytest.raises(ValueError, match="no step to draw"):
         plot_run(tmp_path / "none.png", [])
