@@ -4,7 +4,6 @@ Models go through DDP and gradient finalization, as in training; every rank comp
 the dense pass. The dense passes are shared out over the ranks.
 """
 
-import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -44,11 +43,12 @@ def draw_groups(case: Case) -> list[models.Group]:
     return [replace(groups[0], weights=tuple(one))]
 
 
-@functools.cache
-def build(preset, dtype, topology, padded_vocab_size, groups):
-    """The pair and DDP around its stateful model, kept while the topology stays."""
+def build(case: Case, groups):
+    """The pair and DDP around its stateful model."""
+    padded = None if case.vocab_size is None else 128
     pair = models.build_pair(
-        preset, getattr(torch, dtype), groups, sequence_parallel=topology[2], padded_vocab_size=padded_vocab_size
+        preset_of(case), getattr(torch, case.dtype), groups, sequence_parallel=case.sequence_parallel,
+        padded_vocab_size=padded,
     )
     for parameter in pair.plain.parameters():  # Megatron draws by tensor-parallel rank
         dist.broadcast(parameter.data, 0)
@@ -129,11 +129,12 @@ def reference_of(case: Case, pair, token_groups):
     return _references[key]
 
 
-def run_case(case: Case, groups) -> dict:
-    preset, topology = preset_of(case), (case.tp, case.cp, case.sequence_parallel)
-    padded = None if case.vocab_size is None else 128
+def run_case(case: Case, groups, built: dict) -> dict:
     with lift_float64():
-        pair, ddp = build(preset, case.dtype, topology, padded, groups)
+        model = (case.preset, case.vocab_size, case.dtype, case.sequence_parallel)
+        if model not in built:
+            built[model] = build(case, groups)
+        pair, ddp = built[model]
         token_groups = draw_groups(case)
         loss, found = engine_result(case, pair, ddp, groups, token_groups)
         expected_loss, expected = reference_of(case, pair, token_groups)
@@ -149,14 +150,13 @@ def run_case(case: Case, groups) -> dict:
 
 
 def main(rank, ranks, arguments):
-    results, topology, groups = {}, None, None
+    results, topology, groups, built = {}, None, None, {}
     for case in sorted((c for c in CASES.values() if c.ranks == ranks), key=lambda c: (c.tp, c.cp, c.sequence_parallel)):
         if topology != (case.tp, case.cp):
             parallel_state.destroy_model_parallel()
-            build.cache_clear()
-            topology = (case.tp, case.cp)
+            topology, built = (case.tp, case.cp), {}
             groups = initialize_groups(tensor_parallel=case.tp, context_parallel=case.cp)
-        results[case.name] = run_case(case, groups)
+        results[case.name] = run_case(case, groups, built)
         if rank == 0:
             print(case.name, results[case.name]["global"], flush=True)
     if rank == 0:

@@ -14,7 +14,22 @@ from megatron.grpo.model_setup import build_training_model, wrap_model
 from megatron.grpo.optimizer import build_optimizer, build_scheduler, step_optimizer
 from megatron.grpo.sharding import shard_parameter, unshard_parameter
 
-logging.getLogger("megatron").setLevel(logging.WARNING)
+logging.getLogger("megatron").setLevel(logging.ERROR)
+_topologies: dict[tuple[int, int], tuple[dict, object]] = {}
+
+
+def switch_topology(tp: int, cp: int):
+    """Groups of these sizes as Megatron's current ones, made once each: a gloo group keeps threads as long as it lives."""
+    def is_state(name: str) -> bool:
+        return name.startswith("_") and name.isupper()
+
+    if (tp, cp) not in _topologies:
+        parallel_state.destroy_model_parallel()
+        groups = initialize_groups(tensor_parallel=tp, context_parallel=cp)
+        _topologies[tp, cp] = ({k: v for k, v in vars(parallel_state).items() if is_state(k)}, groups)
+    state, groups = _topologies[tp, cp]
+    vars(parallel_state).update(state)
+    return groups
 
 
 class TrainingState:
@@ -25,8 +40,7 @@ class TrainingState:
             "--prompt-data p --tokenizer-path t --train-iters 20 --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 2 "
             f"--tensor-model-parallel-size {tp} --context-parallel-size {cp} --seed {seed} {flags}".split()
         )
-        parallel_state.destroy_model_parallel()
-        self.groups = initialize_groups(tensor_parallel=tp, context_parallel=cp)
+        self.groups = switch_topology(tp, cp)
         seed_everything(seed)
         self.preset = resolve_preset(self.args)
         self.model = build_training_model(self.args, self.groups)
