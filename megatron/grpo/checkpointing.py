@@ -1,0 +1,352 @@
+"""Save and load a run through Megatron's dist_checkpointing, under the names that Megatron's users know.
+
+    save_checkpoint(args, step, model, optimizer, scheduler, groups, data_position=order.state_dict())
+    resumed = load_checkpoint(args, model, optimizer, scheduler, groups)     # None: nothing to load, start afresh
+
+A checkpoint holds weights, Adam's state, schedules, random states, the data's position and the caller's own values. At
+the same parallel sizes a run goes on bit for bit; at others the weights, moments, schedule and data position are the
+same and the random states start anew. It is saved synchronously, in this process; `megatron.grpo.checkpoint_folders`
+says what a kill in the middle leaves.
+
+Megatron's own save_checkpoint is not used: it names the latest checkpoint by a plain write, overwrites what a killed
+save left, starts a helper process, knows no data position, and its loader changes the weights before it finds a
+mismatch. Left out: legacy formats, asynchronous saves, converting between optimizers or precisions.
+"""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from longstraw.patches.checkpoint_writer import results_in_process
+from longstraw.patches.device import cuda_means_cpu
+from megatron.grpo.checkpoint_check import compare_shapes, model_shapes, stored_shapes
+from megatron.grpo.checkpoint_folders import (
+    RELEASE, checkpoint_folder, commit_partial, drop_previous, find_checkpoint, open_partial, read_tracker,
+)
+from megatron.grpo.optimizer import fill_step_count
+from megatron.grpo.random_states import collect_random_states, restore_random_states
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumedRun:
+    """What was loaded, beside what the model, the optimizer and the schedules now hold."""
+
+    path: Path
+    """The checkpoint's folder."""
+
+    iteration: int
+    """Steps that were taken before it was saved; 0 where only its weights were wanted."""
+
+    data_position: dict | None = None
+    """`PromptOrder.state_dict()` at that step; None where only its weights were wanted."""
+
+    extra: dict[str, Any] = field(default_factory=dict)
+    """The caller's own values, as they were saved."""
+
+    random_states: bool = False
+    """Whether the random states are those of that step. At other parallel sizes they start from --seed."""
+
+
+def save_checkpoint(
+    args: Namespace, iteration: int, model: torch.nn.Module, optimizer, scheduler, groups: ProcessGroupCollection, *,
+    data_position: dict | None = None, extra: dict[str, Any] | None = None,
+    generators: Mapping[str, torch.Generator] | None = None,
+) -> Path:
+    """Save the run after `iteration` steps to --save, and make that the latest checkpoint. Collective; synchronous.
+
+    model: the model inside DDP. data_position and extra: plain values, equal on every rank. generators: this rank's own
+    random generators, by name, saved with the global ones.
+    Returns the checkpoint's folder.
+    """
+    metadata = _metadata(args.use_distributed_optimizer, groups)
+    with cuda_means_cpu():
+        weights = model.sharded_state_dict(metadata=metadata)
+        state: dict[str, Any] = {"model": weights}
+        if not args.no_save_optim:
+            state["optimizer"] = optimizer.sharded_state_dict(weights, metadata=metadata)
+            state["opt_param_scheduler"] = scheduler.state_dict()
+        if not args.no_save_rng:
+            state["random_states"] = _own_object("random_states", collect_random_states(generators or {}))
+        state |= {
+            "iteration": iteration,
+            "data_position": data_position,
+            "extra": extra or {},
+            "arguments": _plain_arguments(args),
+            "vocab_size": args.vocab_size,
+            "content": _describe(args, groups),
+        }
+        previous = _write(state, args.save, iteration, groups, parallel=args.ckpt_fully_parallel_save)
+    if args.save_retain_interval and dist.get_rank() == 0:
+        drop_previous(args.save, previous, iteration, args.save_retain_interval)
+    return checkpoint_folder(args.save, iteration)
+
+
+def save_weights(
+    folder: str | Path, model: torch.nn.Module, groups: ProcessGroupCollection, *, vocab_size: int,
+    extra: dict[str, Any] | None = None,
+) -> Path:
+    """Save weights without a training state, as Megatron's `release` checkpoint. Collective.
+
+    For converted models and warm starts: --pretrained-checkpoint and --load start from it at step 0.
+    """
+    with cuda_means_cpu():
+        state = {
+            "model": model.sharded_state_dict(metadata=_metadata(False, groups)),
+            "iteration": 0, "extra": extra or {}, "vocab_size": vocab_size,
+            "content": {"format": _FORMAT, "optimizer": False, "random_states": None},
+        }
+        _write(state, folder, RELEASE, groups, parallel=True)
+    return Path(folder) / RELEASE
+
+
+def _write(state: dict, folder, iteration: int | str, groups: ProcessGroupCollection, *, parallel: bool):
+    """Write a state dict as the latest checkpoint; returns what was the latest before (rank 0, None elsewhere)."""
+    rank, opened = dist.get_rank(), [None, None]
+    if rank == 0:
+        try:
+            opened = [read_tracker(folder), str(open_partial(folder, iteration))]
+        except (OSError, ValueError) as error:
+            opened = [error, None]
+    dist.broadcast_object_list(opened, src=0)
+    previous, partial = opened
+    if partial is None:
+        raise ValueError(f"the checkpoint cannot be saved to {folder}: {previous}")
+    strategy = TorchDistSaveShardedStrategy()
+    if parallel:
+        strategy = FullyParallelSaveStrategyWrapper(strategy, groups.dp_cp)
+    with results_in_process():
+        dist_checkpointing.save(state, partial, strategy, async_strategy="mcore")
+    dist.barrier()
+    if rank == 0:
+        commit_partial(Path(partial), folder, iteration)
+    dist.barrier()
+    return previous
+
+
+def load_checkpoint(
+    args: Namespace, model: torch.nn.Module, optimizer, scheduler, groups: ProcessGroupCollection, *,
+    generators: Mapping[str, torch.Generator] | None = None,
+) -> ResumedRun | None:
+    """Load what --load, --pretrained-checkpoint and their companions ask for. Collective.
+
+    --load goes on with the latest checkpoint (or --ckpt-step's); where it has none, --pretrained-checkpoint gives the
+    weights, and without that the run starts afresh: None is returned, unless --exit-on-missing-checkpoint. --finetune,
+    like a release checkpoint, takes the weights alone and starts at step 0; --no-load-optim leaves Adam and the
+    schedules as they are, --no-load-rng the random states.
+
+    Raises ValueError, on every rank and with nothing changed, when the checkpoint is missing, of another model, or
+    without something that is asked of it.
+    """
+    found = _on_rank_0(lambda: _choose(args))
+    if found is None:
+        return None
+    path, iteration, weights_only = found
+    want_optimizer = not weights_only and not args.no_load_optim
+    common, want_random = _inspect(
+        path, args.vocab_size, model, groups, want_optimizer=want_optimizer,
+        want_random=not weights_only and not args.no_load_rng, optimizer_flags=_optimizer_flags(args),
+        topology=_topology(groups),
+    )
+    metadata = _metadata(args.use_distributed_optimizer, groups)
+    with cuda_means_cpu():
+        weights = model.sharded_state_dict(metadata=metadata)
+        wanted: dict[str, Any] = {"model": weights}
+        if want_optimizer:
+            wanted["optimizer"] = optimizer.sharded_state_dict(weights, is_loading=True, metadata=metadata)
+        if want_random:
+            wanted["random_states"] = _own_object("random_states", None)
+        loaded = dist_checkpointing.load(wanted, str(path))
+        model.load_state_dict(loaded["model"], strict=True)
+        if want_optimizer:
+            optimizer.load_state_dict(fill_step_count(optimizer, loaded["optimizer"]))
+            scheduler.num_steps = 0  # load_state_dict adds the saved steps to those taken
+            scheduler.load_state_dict(common["opt_param_scheduler"])
+        elif optimizer is not None:
+            optimizer.reload_model_params()
+    if want_random:
+        restore_random_states(loaded["random_states"], generators or {})
+    dist.barrier()
+    if weights_only:
+        return ResumedRun(path=path, iteration=0, extra=common.get("extra", {}))
+    return ResumedRun(
+        path=path, iteration=iteration, data_position=common.get("data_position"), extra=common.get("extra", {}),
+        random_states=want_random,
+    )
+
+
+def load_weights(
+    folder: str | Path, model: torch.nn.Module, groups: ProcessGroupCollection, *, vocab_size: int
+) -> Path:
+    """Load the weights of a folder's latest checkpoint, whatever else it holds. Collective. Returns its path.
+
+    Raises ValueError, on every rank and with nothing changed, when there is none or it is of another model.
+    """
+
+    def choose():
+        found = find_checkpoint(folder)
+        if found is None:
+            raise ValueError(f"{folder} holds no checkpoint")
+        return found[0]
+
+    path = _on_rank_0(choose)
+    _inspect(path, vocab_size, model, groups, want_optimizer=False, want_random=False)
+    with cuda_means_cpu():
+        wanted = {"model": model.sharded_state_dict(metadata=_metadata(False, groups))}
+        model.load_state_dict(dist_checkpointing.load(wanted, str(path))["model"], strict=True)
+    dist.barrier()
+    return path
+
+
+def find_reference(args: Namespace, reference_checkpoint: str | None, resumed: ResumedRun | None) -> str | None:
+    """The folder of the reference policy's weights; None: those that the model holds now.
+
+    reference_checkpoint: --reference-checkpoint. resumed: what `load_checkpoint` gave.
+    Raises ValueError when the run goes on from a checkpoint that is not where it started, and nothing says where.
+    """
+    if reference_checkpoint:
+        return reference_checkpoint
+    if resumed is None or resumed.iteration == 0:
+        return None
+    if args.pretrained_checkpoint:
+        return args.pretrained_checkpoint
+    raise ValueError(
+        f"--kl-coefficient needs the weights that the run started from, and it goes on from step {resumed.iteration}: "
+        "give them by --reference-checkpoint or --pretrained-checkpoint"
+    )
+
+
+def _choose(args: Namespace) -> tuple[Path, int, bool] | None:
+    """(path, step, whether only the weights are wanted) of the checkpoint to load."""
+    found = find_checkpoint(args.load, args.ckpt_step) if args.load else None
+    if found is not None:
+        path, iteration = found
+        return path, 0 if iteration == RELEASE else iteration, args.finetune or iteration == RELEASE
+    if args.pretrained_checkpoint:
+        found = find_checkpoint(args.pretrained_checkpoint)
+        if found is None:
+            raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds no checkpoint")
+        return found[0], 0, True
+    if args.load and args.exit_on_missing_checkpoint:
+        raise ValueError(f"--load {args.load} holds no checkpoint, and --exit-on-missing-checkpoint is given")
+    return None
+
+
+def _inspect(
+    path: Path, vocab_size: int, model, groups, *, want_optimizer: bool, want_random: bool,
+    optimizer_flags: dict | None = None, topology: dict | None = None,
+) -> tuple[dict, bool]:
+    """The checkpoint's common values, and whether its random states are this rank's. Collective; changes nothing.
+
+    Raises ValueError, on every rank, in one sentence.
+    """
+    common, problem = {}, None
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(path))
+        with cuda_means_cpu():
+            wanted = model_shapes(model.sharded_state_dict(metadata=_metadata(False, groups)))
+        problem = compare_shapes(path, stored_shapes(path), wanted) or _compare_content(
+            path, common, vocab_size, want_optimizer=want_optimizer, want_random=want_random,
+            optimizer_flags=optimizer_flags or {},
+        )
+    except Exception as error:  # any failure to read it is one: it must end all ranks alike, not leave some waiting
+        problem = f"the checkpoint {path} cannot be read: {type(error).__name__}: {error}"
+    problems = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for problem in problems:
+        if problem:
+            raise ValueError(problem)
+    return common, want_random and common["content"]["random_states"] == topology
+
+
+def _compare_content(
+    path: Path, common: dict, vocab_size: int, *, want_optimizer: bool, want_random: bool, optimizer_flags: dict
+) -> str | None:
+    """One sentence when the checkpoint lacks something, or was made for another vocabulary or precision."""
+    content = common.get("content", {})
+    if common.get("vocab_size", vocab_size) != vocab_size:
+        return f"the checkpoint {path} has --vocab-size {common['vocab_size']}, not {vocab_size}"
+    if want_optimizer and not content.get("optimizer"):
+        return f"the checkpoint {path} has no optimizer state: pass --no-load-optim or --finetune"
+    for flag, given in optimizer_flags.items() if want_optimizer else ():
+        if content["optimizer"][flag] != given:
+            was, now = ("without", "with") if given else ("with", "without")
+            return (
+                f"the checkpoint {path} was saved {was} {flag} and this run is {now} it, so its optimizer state does "
+                "not fit: pass --no-load-optim or --finetune"
+            )
+    if want_random and not content.get("random_states"):
+        return f"the checkpoint {path} has no random states: pass --no-load-rng"
+    return None
+
+
+def _on_rank_0(function):
+    """What `function` gives on rank 0, on every rank; its ValueError or OSError becomes every rank's ValueError."""
+    result = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            result = [function(), None]
+        except (ValueError, OSError) as error:
+            result = [None, str(error)]
+    dist.broadcast_object_list(result, src=0)
+    if result[1] is not None:
+        raise ValueError(result[1])
+    return result[0]
+
+
+def _own_object(key: str, value) -> ShardedObject:
+    """A value of this rank alone, as the checkpoint stores it."""
+    return ShardedObject(key, value, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+
+def _metadata(distributed_optimizer: bool, groups: ProcessGroupCollection) -> dict:
+    """How Megatron's modules and optimizers lay out their sharded state: each layer under its own name."""
+    metadata = {
+        "singleton_local_shards": False, "non_homogeneous_layers": True, "chained_optim_avoid_prefix": True,
+        "dp_cp_group": groups.dp_cp,
+    }
+    if distributed_optimizer:
+        metadata |= {
+            "distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False
+        }
+    return metadata
+
+
+def _topology(groups: ProcessGroupCollection) -> dict[str, int]:
+    """The sizes that decide which rank holds which random state."""
+    return {"ranks": dist.get_world_size(), "tp": groups.tp.size(), "cp": groups.cp.size(), "dp": groups.dp.size()}
+
+
+def _describe(args: Namespace, groups: ProcessGroupCollection) -> dict:
+    """What the checkpoint holds, so that a missing part is named before loading starts."""
+    return {
+        "format": _FORMAT,
+        "optimizer": None if args.no_save_optim else _optimizer_flags(args),
+        "random_states": None if args.no_save_rng else _topology(groups),
+    }
+
+
+def _optimizer_flags(args: Namespace) -> dict[str, bool]:
+    """Flags that decide what the optimizer's state consists of: flag -> whether it is given."""
+    return {"--bf16": args.bf16, "--use-distributed-optimizer": args.use_distributed_optimizer}
+
+
+def _plain_arguments(args: Namespace) -> dict:
+    """The arguments in force, for the record; those that differ between ranks are left out."""
+    plain = (bool, int, float, str, type(None))
+    return {
+        name: value if isinstance(value, plain) else str(value)
+        for name, value in vars(args).items()
+        if name not in ("rank", "local_rank")
+    }

@@ -1,0 +1,139 @@
+"""Adam and its schedules through Megatron's optimizer, and one optimizer step that cannot move the weights by accident.
+
+In a trainer, after `finalize_gradients`:
+
+    if not gradients_are_finite(ddp, groups):      # roll back: nothing has moved yet
+        names = name_nonfinite_gradients(ddp, groups)
+    ok, grad_norm = step_optimizer(optimizer, scheduler)
+    ddp.zero_grad_buffer()
+
+Schedules count optimizer steps (Megatron's own loop counts samples). With --bf16 the optimizer keeps float32 weights of
+its own. Runs on the CPU as on a GPU.
+
+Left out: loss scaling, SGD and the emerging optimizers.
+"""
+
+import math
+from argparse import Namespace
+from dataclasses import fields
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from longstraw.patches.device import cuda_means_cpu
+
+
+def build_optimizer(args: Namespace, ddp, groups: ProcessGroupCollection) -> MegatronOptimizer:
+    """Adam over the parameters of a DDP-wrapped model, as Megatron's flags say.
+
+    Weights of one dimension are not decayed (Megatron's rule). Adam's moments exist from the start, as zeros, so that a
+    checkpoint has the same content before the first step as after it.
+    """
+    values = {field.name: getattr(args, field.name) for field in fields(OptimizerConfig) if hasattr(args, field.name)}
+    with cuda_means_cpu():
+        # Megatron chains one optimizer for dense parameters and one for experts, of which there are none.
+        (optimizer,) = get_megatron_optimizer(
+            OptimizerConfig(**values), [ddp], use_gloo_process_groups=False, pg_collection=groups
+        ).chained_optimizers
+    open_moments(optimizer)
+    return optimizer
+
+
+def open_moments(optimizer: MegatronOptimizer) -> None:
+    """Make Adam's state before the first step: zero moments and a step count of 0.
+
+    torch's Adam makes it in the first step; loading a checkpoint fills tensors that have to exist by then. Fused Adams
+    keep their count in the parameter groups and make their own state.
+    """
+    inner = optimizer.optimizer
+    if not _counts_per_parameter(inner):
+        return
+    for parameter in (p for group in inner.param_groups for p in group["params"]):
+        inner.state[parameter] |= {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(parameter.data),
+            "exp_avg_sq": torch.zeros_like(parameter.data),
+        }
+
+
+def fill_step_count(optimizer: MegatronOptimizer, loaded: dict) -> dict:
+    """The optimizer's state from a checkpoint, with the step count of 0 that Megatron leaves out when it saves."""
+    if _counts_per_parameter(optimizer.optimizer):
+        loaded.get("optimizer", loaded)["state"].setdefault("common_step", torch.tensor(0.0))
+    return loaded
+
+
+def _counts_per_parameter(inner: torch.optim.Optimizer) -> bool:
+    return isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
+
+
+def build_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Learning rate and weight decay over optimizer steps: warmup, then --lr-decay-style until --lr-decay-iters.
+
+    As in Megatron, the rate of the first step is the schedule's value at 0: --lr-warmup-init under a warmup.
+    """
+    decay_steps = args.lr_decay_iters or args.train_iters
+    warmup = args.lr_warmup_iters if args.lr_warmup_fraction is None else args.lr_warmup_fraction * decay_steps
+    return OptimizerParamScheduler(
+        optimizer, init_lr=args.lr_warmup_init, max_lr=args.lr, min_lr=args.min_lr, lr_warmup_steps=warmup,
+        lr_decay_steps=decay_steps, lr_decay_style=args.lr_decay_style, start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay, wd_incr_steps=args.train_iters, wd_incr_style=args.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler, wsd_decay_steps=args.lr_wsd_decay_iters,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )
+
+
+def gradients_are_finite(ddp, groups: ProcessGroupCollection) -> bool:
+    """Whether no gradient of the step holds a NaN or an infinity, on any rank. Collective; every rank gets one answer.
+
+    ddp: the DDP-wrapped model, after `finalize_gradients` and before `step_optimizer`.
+    """
+    buffers = ddp.buffers + ddp.expert_parallel_buffers
+    finite = all(_all_finite(buffer.grad_data) for buffer in buffers)
+    flag = torch.tensor(float(finite), device=buffers[0].grad_data.device)
+    for group in (groups.dp_cp, groups.tp):
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+    return bool(flag.item())
+
+
+def _all_finite(values: torch.Tensor) -> bool:
+    """Whether all values are finite, without a tensor of their size (torch's extrema let a NaN through)."""
+    if not values.numel():
+        return True
+    low, high = torch.aminmax(values)
+    return bool(torch.isfinite(low) and torch.isfinite(high))
+
+
+def name_nonfinite_gradients(ddp, groups: ProcessGroupCollection) -> list[str]:
+    """Names of the parameters whose gradient holds a NaN or an infinity on any rank. Collective; sorted, no repeats."""
+    found = {
+        name
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and not _all_finite(parameter.main_grad)
+    }
+    for group in (groups.dp_cp, groups.tp):
+        gathered = [None] * group.size()
+        dist.all_gather_object(gathered, found, group=group)
+        found = set().union(*gathered)
+    return sorted(found)
+
+
+def step_optimizer(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> tuple[bool, float]:
+    """Clip the gradients, update the weights and advance the schedules, or do none of it. Collective.
+
+    Returns:
+        Whether the step was taken, and the gradient's norm before clipping, over all parameters of all ranks. It is not
+        taken, and nothing has moved, when the norm is not finite (finite gradients can be that large).
+    """
+    with cuda_means_cpu():
+        optimizer.prepare_grads()
+        norm = float(optimizer.clip_grad_norm(optimizer.config.clip_grad))
+        if not math.isfinite(norm):
+            return False, norm
+        optimizer.step_with_ready_grads()
+    scheduler.step(increment=1)
+    return True, norm
