@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
+from megatron.grpo.presets import check_divisible, get_preset
 from tools.local_ranks import is_rank, run_ranks
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
@@ -49,6 +50,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--prompt-length and each of --response-lengths are at least 1")
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         parser.error("--sequence-parallel needs --tensor-model-parallel-size above 1")
+    try:
+        check_divisible(get_preset(args.model_preset), args)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
@@ -84,7 +89,6 @@ def engine_gradients(args, model, groups, vocab_size, prompt, responses, weights
     from longstraw.patches.finalize_model_grads import finalize_gradients
     from longstraw.segments import grow_group
     from longstraw.sweeps import ReplayEngine, SweepConfig
-    from megatron.grpo.presets import get_preset
     from megatron.grpo.sharding import unshard_parameter
 
     config = SweepConfig(
@@ -132,7 +136,6 @@ def build_pair(args, groups):
     from longstraw.patches.process_groups import single_rank_groups
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.grpo.model_provider import build_conventional_model, build_model, synchronize_parameters
-    from megatron.grpo.presets import get_preset
     from megatron.grpo.sharding import shard_parameter
 
     preset, dtype = get_preset(args.model_preset), DTYPES[args.dtype]
@@ -181,7 +184,6 @@ def measure(args) -> dict | None:
     """The audit on the ranks of this job: the report on rank 0, None elsewhere."""
     from longstraw.patches.float64 import lift_float64
     from longstraw.patches.process_groups import initialize_groups
-    from megatron.grpo.presets import get_preset
     from megatron.grpo.quiet_logs import quiet_logs
 
     quiet_logs()

@@ -16,7 +16,7 @@ from longstraw.adapters.full_attention import PagedCoreAttention
 from longstraw.adapters.gated_delta_net import StatefulGatedDeltaNet
 from longstraw.patches.device import cuda_means_cpu, install_cpu_device_layer
 from longstraw.patches.layer_specs import build_decoder_spec
-from megatron.grpo.presets import ModelPreset
+from megatron.grpo.presets import ModelPreset, check_divisible
 
 
 class FlashCoreAttention(MegatronModule):
@@ -76,21 +76,6 @@ def build_conventional_model(preset, config, groups, *, flash: bool, padded_voca
         preset, config, groups, core_attention=attention, gated_delta_net=GatedDeltaNet,
         padded_vocab_size=padded_vocab_size,
     )
-
-
-def check_divisible(preset: ModelPreset, config: TransformerConfig) -> None:
-    """Raise ValueError, naming the flags, where a parallel size does not divide the model's heads."""
-    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
-    if preset.num_attention_heads % tp or preset.num_query_groups % tp:
-        raise ValueError(
-            f"--tensor-model-parallel-size {tp} does not divide the {preset.num_attention_heads} query heads and "
-            f"{preset.num_query_groups} key/value heads of --model-preset {preset.name}"
-        )
-    if preset.hybrid and preset.linear_num_key_heads % (tp * cp):
-        raise ValueError(
-            f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp} does not divide the "
-            f"{preset.linear_num_key_heads} gated delta net key heads of --model-preset {preset.name}"
-        )
 
 
 def synchronize_parameters(model: torch.nn.Module, group: torch.distributed.ProcessGroup) -> None:

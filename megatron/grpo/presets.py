@@ -158,3 +158,21 @@ def get_preset(name: str) -> ModelPreset:
     if name not in PRESETS:
         raise ValueError(f"--model-preset {name} is not known; known are {', '.join(PRESETS)}")
     return PRESETS[name]
+
+
+def check_divisible(preset: ModelPreset, sizes) -> None:
+    """Raise ValueError, naming the flags, where a parallel size does not divide the model's heads.
+
+    sizes: anything with Megatron's `tensor_model_parallel_size` and `context_parallel_size`.
+    """
+    tp, cp = sizes.tensor_model_parallel_size, sizes.context_parallel_size
+    if preset.num_attention_heads % tp or preset.num_query_groups % tp:
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} does not divide the {preset.num_attention_heads} query heads and "
+            f"{preset.num_query_groups} key/value heads of --model-preset {preset.name}"
+        )
+    if preset.hybrid and preset.linear_num_key_heads % (tp * cp):
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp} does not divide the "
+            f"{preset.linear_num_key_heads} gated delta net key heads of --model-preset {preset.name}"
+        )

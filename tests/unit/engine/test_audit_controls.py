@@ -26,7 +26,7 @@ def dense():
     args, groups = audit.parse_arguments(FLAGS), one_rank()
     with lift_float64():
         plain, model = audit.build_pair(args, groups)
-        tokens = audit.draw_tokens(args, 128)
+        tokens = audit.draw_tokens(args, plain.vocab_size)
         _, reference = audit.dense_gradients(plain, *tokens)
     return args, groups, model, tokens, reference
 
@@ -35,7 +35,7 @@ def run_audit(dense):
     args, groups, model, tokens, reference = dense
     model.zero_grad()
     with lift_float64():
-        _, found = audit.engine_gradients(args, model, groups, 128, *tokens)
+        _, found = audit.engine_gradients(args, model, groups, model.vocab_size, *tokens)
     return audit.compare(reference, found)
 
 
@@ -151,6 +151,9 @@ def test_comparison_of_known_gradients():
     (["--prompt-length", "0"], "--prompt-length and each of --response-lengths are at least 1"),
     (["--response-lengths", "3,0"], "--prompt-length and each of --response-lengths are at least 1"),
     (["--sequence-parallel"], "--sequence-parallel needs --tensor-model-parallel-size above 1"),
+    (["--model-preset", "gpt-5"], "--model-preset gpt-5 is not known; known are tiny-qwen3.6"),
+    (["--context-parallel-size", "3"], "--tensor-model-parallel-size 1 x --context-parallel-size 3 does not divide the 4"),
+    (["--tensor-model-parallel-size", "4"], "--tensor-model-parallel-size 4 does not divide the 4 query heads and 2 key"),
 ])
 def test_bad_flags_are_refused(flags, message, capsys):
     with pytest.raises(SystemExit):
