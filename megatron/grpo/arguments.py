@@ -219,7 +219,7 @@ def _check(args: argparse.Namespace) -> list[str]:
             f"{limit}--max-response-length {args.max_response_length} exceed --max-position-embeddings "
             f"{args.max_position_embeddings}"
         )
-    if args.wandb_project and importlib.util.find_spec("wandb") is None:
+    if args.wandb_project and args.wandb_exp_name and importlib.util.find_spec("wandb") is None:
         found.append("--wandb-project needs the wandb package: pip install wandb")
     return found
 

@@ -115,6 +115,8 @@ _REASONS = {
     "exit_signal_handler": "SIGTERM always ends the run after its step, with a checkpoint",
     "exit_signal": "SIGTERM always ends the run after its step, with a checkpoint",
     "check_for_nan_in_loss_and_grad": "a step whose loss or gradient is not finite is always rolled back",
+    "enable_cuda_graph": "CUDA graphs are not supported: blocks differ in length",
+    "external_cuda_graph": "CUDA graphs are not supported: blocks differ in length",
     "window_size": "attention reads the whole prompt: sliding windows are not supported",
     "rotary_interleaved": "rotary pairs are halves of a head, not neighbours",
     "use_rope_scaling": "rotary frequencies are not rescaled",

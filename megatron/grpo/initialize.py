@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.training import get_tensorboard_writer, get_wandb_writer
 from megatron.training.global_vars import set_global_variables, unset_global_variables
 from megatron.training.initialize import initialize_megatron
@@ -53,14 +54,26 @@ def initialize(args: Namespace) -> ProcessGroupCollection:
     groups = initialize_groups(
         tensor_parallel=args.tensor_model_parallel_size, context_parallel=args.context_parallel_size
     )
-    if args.logging_level is None:  # Megatron's own default tells every bucket and every optimizer field
-        logging.getLogger("megatron").setLevel(logging.WARNING)
-        logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # recommends HybridModel, always
+    if args.logging_level is None:
+        quiet_megatron()
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron announces each of its globals
         set_global_variables(args, build_tokenizer=False)
         initialize_megatron(allow_no_cuda=True, skip_mpu_initialization=True)
     seed_everything(args.seed)
     return groups
+
+
+def quiet_megatron() -> None:
+    """Have Megatron's loggers speak of what went wrong only. Its own default tells every bucket and optimizer field."""
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    always = [
+        "core.models.gpt.gpt_model",  # recommends another model class
+        "core.rerun_state_machine",  # says that it is there
+    ]
+    if not cuda_available():
+        always.append("core.tensor_parallel.random")  # the CPU's generator stands for the GPU's, which it warns of
+    for name in always:
+        logging.getLogger(f"megatron.{name}").setLevel(logging.ERROR)
 
 
 def _join_world(args: Namespace) -> None:
@@ -98,6 +111,7 @@ def claim_folders(folders: list[str]) -> None:
             _held_folders.append(lock)
     dist.broadcast_object_list(problem, src=0)
     if problem[0]:
+        _release_folders()
         raise ValueError(problem[0])
 
 
@@ -124,9 +138,14 @@ def shut_down() -> None:
     if wandb is not None:
         wandb.finish()
     unset_global_variables()
+    destroy_rerun_state_machine()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    _release_folders()
+
+
+def _release_folders() -> None:
     while _held_folders:
         _held_folders.pop().close()

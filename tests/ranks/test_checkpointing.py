@@ -12,4 +12,10 @@ HERE = Path(__file__).parent
 @pytest.mark.ranks
 def test_checkpoints_over_two_ranks(tmp_path):
     output = run_on_ranks(HERE / "checkpointing_ranks.py", 2, tmp_path, [str(tmp_path)])
-    assert output.count("passed: ") == 13, output
+    assert output.count("passed: ") == 14, output
+
+
+@pytest.mark.ranks
+def test_runs_killed_while_saving(tmp_path):
+    output = run_on_ranks(HERE / "killed_saves.py", 1, tmp_path, [str(tmp_path / "save")])
+    assert output.count("passed: ") == 9, output
