@@ -11,7 +11,8 @@ class Case:
     """One comparison with the dense pass. What is left of the world after tp x cp is data parallel.
 
     groups: (prompt length, response lengths) each; a data-parallel replica takes every dp-th of them, or none.
-    single_token: only one response token of each group has a weight. together: responses replayed at a time.
+    documents: lengths of documents with a loss of their own, one after another, in place of groups. single_token: only one
+    response token of each group has a weight. together: responses replayed at a time.
     """
 
     name: str
@@ -22,6 +23,7 @@ class Case:
     preset: str = "tiny-qwen3.6"
     dtype: str = "float64"
     groups: tuple[tuple[int, tuple[int, ...]], ...] = ((43, (5, 17, 1)),)
+    documents: tuple[int, ...] = ()
     chunk: int = 16
     block: int = 8
     rows_at_once: int = 4096
@@ -51,6 +53,7 @@ def _two() -> list[Case]:
         replace(cp2, name="cp2, prompt of 1 token, blocks of 1", groups=((1, (3, 1)),), block=1),
         replace(cp2, name="cp2, host pages, kept outputs, sub-blocks", pages="host", kept="host", rows_at_once=3),
         replace(cp2, name="cp2, batch", groups=((20, (6, 6, 6, 6)),), together=2, block=4),
+        replace(cp2, name="cp2, documents", documents=(37, 51, 40), block=16),
         replace(cp2, name="cp2, tied embeddings", preset="tiny-llama"),
         replace(cp2, name="cp2, float32", dtype="float32"),
         replace(cp2, name="cp2, response only", semantics="response_only"),

@@ -31,7 +31,9 @@ def preset_of(case: Case):
     return preset if case.vocab_size is None else replace(preset, vocab_size=case.vocab_size)
 
 
-def draw_groups(case: Case) -> list[models.Group]:
+def draw_groups(case: Case) -> list[models.Group | models.Document]:
+    if case.documents:
+        return [models.draw_document(length, preset_of(case).vocab_size) for length in case.documents]
     groups = [
         models.draw_group(prompt, responses, preset_of(case).vocab_size, seed)
         for seed, (prompt, responses) in enumerate(case.groups)
@@ -60,17 +62,24 @@ def build(case: Case, groups):
     return pair, ddp
 
 
-def engine_result(case: Case, pair, ddp, groups, token_groups):
-    """Global loss and whole gradients of this replica's groups together with the other replicas'."""
-    engine = pair.engine(
+def open_engine(case: Case, pair):
+    return pair.engine(
         semantics=case.semantics, prompt_chunk_size=case.chunk, response_block_size=case.block, page_residency=case.pages,
         attention_output_residency=case.kept, query_rows_at_once=case.rows_at_once,
     )
+
+
+def engine_result(case: Case, pair, ddp, groups, token_groups):
+    """Global loss, whole gradients of all replicas' groups, and the log-probabilities that the first loss saw."""
+    engine, seen = open_engine(case, pair), {}
     ddp.zero_grad_buffer()
     loss = torch.zeros((), dtype=torch.float64)
     with ddp.no_sync():
         for group in token_groups[groups.dp.rank() :: groups.dp.size()]:
-            loss += engine.replay(group.tree(together=case.together))
+            tree = group.tree(together=case.together)
+            if group is token_groups[0]:
+                watch_loss(tree.children[0] if tree.children else tree, seen)
+            loss += engine.replay(tree)
     finalize_gradients(ddp, engine.adapters, groups)
     dist.all_reduce(loss, group=groups.dp_cp)
     whole = {}
@@ -78,27 +87,41 @@ def engine_result(case: Case, pair, ddp, groups, token_groups):
         shards = [torch.empty_like(parameter.main_grad) for _ in range(groups.tp.size())]
         dist.all_gather(shards, parameter.main_grad.contiguous(), group=groups.tp)
         whole[name] = unshard_parameter(name, shards, pair.preset)
-    return loss.item(), whole
+    return loss.item(), whole, seen
 
 
-def check_scores(case: Case, pair, group):
-    """The forward sweep's log-probabilities and last logits are equal on every rank and those of the dense model."""
-    engine = pair.engine(prompt_chunk_size=case.chunk, response_block_size=case.block)
-    tree = group.tree()
-    state, _ = engine.forward_sweep(tree, None)
-    child, response = tree.children[0], group.responses[0]
-    child_state, logprobs = engine.forward_sweep(child, state)
-    again = engine.open_segment(child, state)
+def watch_loss(segment, seen: dict):
+    original = segment.loss
+
+    def loss(logprobs, columns):
+        seen[columns.start, columns.stop] = logprobs.detach().clone()
+        return original(logprobs, columns)
+
+    segment.loss = loss
+
+
+def check_scores(case: Case, pair, group, seen):
+    """The forward sweep's log-probabilities: equal on every rank, the dense model's, and the replay's to the bit."""
+    engine, tree = open_engine(case, pair), group.tree(together=case.together)
+    state, nothing = (engine.forward_sweep(tree, None) if tree.children else (None, None))
+    assert nothing is None
+    scored = tree.children[0] if tree.children else tree
+    _, logprobs = engine.forward_sweep(scored, state)
+    for (start, stop), values in seen.items():
+        assert torch.equal(values, logprobs[:, start:stop]), "the first ratio is not exactly 1"
+    again = engine.open_segment(scored, state)
     for block in range(len(again.plan)):
-        hidden = engine.run_forward(child, again, block)
+        hidden = engine.run_forward(scored, again, block)
     logits = last_token_logits(pair.model, hidden, again.plan[-1], pair.vocab_size)
-    ids = torch.cat([group.prompt, response[None, :-1]], 1)
+    tokens, length = group.sequences()[0].tokens, scored.length
+    ids, targets = tokens[:, :-1], tokens[0, 1:]
     mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)[None, None]
     with torch.no_grad():
-        dense = pair.plain(ids, None, mask)[0, -len(response) :, : pair.vocab_size]
-    expected = dense.log_softmax(-1).gather(1, response[:, None])[:, 0]
-    torch.testing.assert_close(logprobs[0], expected, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(logits[0], dense[-1], rtol=1e-10, atol=1e-10)
+        dense = pair.plain(ids, None, mask)[0, -length:, : pair.vocab_size].double()
+    expected = dense.log_softmax(-1).gather(1, targets[-length:, None])[:, 0]
+    bar = dict(rtol=1e-10, atol=1e-10) if case.dtype == "float64" else dict(rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logprobs[0].double(), expected, **bar)
+    torch.testing.assert_close(logits[0].double(), dense[-1], **bar)
     for value in (logprobs, logits):
         first = value.clone()
         dist.broadcast(first, 0)
@@ -110,7 +133,7 @@ _references: dict[tuple, tuple[float, dict]] = {}
 
 def reference_of(case: Case, pair, token_groups):
     """The dense loss and gradients, computed once per model and tokens; sequences are shared out over the ranks."""
-    key = (pair.preset, case.dtype, case.groups, case.single_token, case.semantics)
+    key = (pair.preset, case.dtype, case.groups, case.documents, case.single_token, case.semantics)
     if key not in _references:
         constant = case.semantics == "response_only"
         share = [
@@ -136,10 +159,9 @@ def run_case(case: Case, groups, built: dict) -> dict:
             built[model] = build(case, groups)
         pair, ddp = built[model]
         token_groups = draw_groups(case)
-        loss, found = engine_result(case, pair, ddp, groups, token_groups)
+        loss, found, seen = engine_result(case, pair, ddp, groups, token_groups)
         expected_loss, expected = reference_of(case, pair, token_groups)
-        if case.dtype == "float64":
-            check_scores(case, pair, token_groups[0])
+        check_scores(case, pair, token_groups[0], seen)
     total, single = compare_gradients(found, expected)
     worst = torch.tensor([total, *single.values()], dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)

@@ -134,6 +134,29 @@ class Group:
         ]
 
 
+@dataclass(frozen=True)
+class Document:
+    """Tokens [1, S] with a loss on each but the first: one segment that follows nothing."""
+
+    tokens: torch.Tensor
+    weights: torch.Tensor
+
+    def tree(self, *, together: int = 1) -> Segment:
+        """One segment with a loss."""
+        return Segment("document", self.tokens[:, :-1], self.tokens[:, 1:], weighted_loss(self.weights[None]))
+
+    def sequences(self) -> list[Sequence]:
+        """The document as it is."""
+        return [Sequence(self.tokens, self.weights)]
+
+
+def draw_document(length: int, vocab_size: int) -> Document:
+    """Random tokens and weights."""
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(vocab_size, (1, length), generator=generator)
+    return Document(tokens, torch.randn(length - 1, generator=generator, dtype=torch.float64) / length)
+
+
 def weighted_loss(weights: torch.Tensor):
     """The engine's loss of a segment [B, S]: the weighted sum of negative log-probabilities."""
     return lambda logprobs, columns: -(logprobs * weights[:, columns].to(logprobs.dtype)).sum()

@@ -8,7 +8,7 @@ import torch
 from longstraw.segments import Segment
 from tests.support.dense import Sequence, compare_gradients, dense_gradients
 from tests.support.models import (
-    Group, dense_of, draw_group, get_small_hybrid, lift_float64, replay_gradients, weighted_loss,
+    Group, dense_of, draw_document, draw_group, get_small_hybrid, lift_float64, replay_gradients, weighted_loss,
 )
 
 EIGHT = (6,) * 8
@@ -163,31 +163,21 @@ def test_a_prefix_with_a_loss_of_its_own():
     check_tree(pair, tree, sequences)
 
 
-DOCUMENTS = (37, 51, 40)
-
-
-def document(length):
-    """A document as one segment with a loss on every token."""
-    tokens, weights = draw(length, length), draw_loss(length - 1, length)
-    return Segment("document", tokens[None, :-1], tokens[None, 1:], weighted_loss(weights[None]))
-
-
 def test_documents_one_after_another_leave_nothing_to_each_other():
     """Documents of 37, 51 and 40 tokens through one engine: bit for bit the outputs and gradients of separate runs."""
     pair = get_small_hybrid()
     shared = pair.engine(response_block_size=16)
-    for length in DOCUMENTS:
+    for document in [draw_document(length, pair.vocab_size) for length in (37, 51, 40)]:
         results = []
         for engine in (shared, pair.engine(response_block_size=16)):
             with lift_float64():
-                _, logprobs = engine.forward_sweep(document(length), None)
-            results.append((logprobs, *replay_gradients(engine, document(length))))
+                _, logprobs = engine.forward_sweep(document.tree(), None)
+            results.append((logprobs, *replay_gradients(engine, document.tree())))
         (logprobs, loss, grads), (own_logprobs, own_loss, own_grads) = results
         assert torch.equal(logprobs, own_logprobs) and loss == own_loss
         assert all(torch.equal(grads[name], own_grads[name]) for name in grads)
-        tokens, weights = draw(length, length)[None], draw_loss(length - 1, length)
         with lift_float64():
-            _, expected = dense_gradients(pair.plain, [Sequence(tokens, weights)])
+            _, expected = dense_gradients(pair.plain, document.sequences())
         assert compare_gradients(grads, expected)[0] <= 1e-12
 
 
