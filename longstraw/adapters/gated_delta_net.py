@@ -78,7 +78,9 @@ class StatefulGatedDeltaNet(GatedDeltaNet):
             x = x.index_select(-1, order)
             x = tensor_a2a_cp2hp(x, 0, -1, self.pg_collection.cp, undo_attention_load_balancing=False)
             x = x.roll(-layout.rotation * layout.rows, 0)
-        return x[: layout.length].transpose(0, 1)
+        if len(x) > layout.length:  # slicing costs a copy in the backward
+            x = x[: layout.length]
+        return x.transpose(0, 1)
 
     def _to_token_shards(self, out: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
         """The way back: [B, C, features of this rank's heads] -> [s, b, all features] of this rank's rows."""

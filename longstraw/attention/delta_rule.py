@@ -5,12 +5,21 @@ S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T,  o_t = S_t
 
 `naive_delta_rule` walks token by token: the specification, and the faster form for a block of a few tokens.
 `chunked_delta_rule` solves each chunk's triangular system at once; it gives what megatron-core's
-`torch_chunk_gated_delta_rule` gives, several times faster on a CPU, since it has no loop over the rows of a chunk.
+`torch_chunk_gated_delta_rule` gives, several times faster on a CPU: only the state passes from chunk to chunk in a loop,
+of two matrix products a step in either direction, and all else is done for all chunks together. Its backward is written
+out, since autograd through that loop costs more than the arithmetic. With G the running sum of g inside a chunk,
+D_ij = exp(G_i - G_j) for i >= j else 0, and per chunk n with start state S_n:
 
-B batch, T tokens, H value heads, K key dim, V value dim, C chunk, N chunks.
+    (I + M) [U W] = [beta v, beta exp(G) k]     M = strictly lower part of (beta k k^T) * D
+    X_n = U - W S_n                             what each token writes
+    o_n = exp(G) q S_n + A X_n                  A = (q k^T) * D
+    S_{n+1} = exp(G_C) S_n + (exp(G_C - G) k)^T X_n
+
+B batch, T tokens, H value heads, K key dim, V value dim, C chunk, N chunks; in chunked tensors J = B x H.
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
 
 def naive_delta_rule(
@@ -34,32 +43,83 @@ def naive_delta_rule(
 
 def chunked_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    initial_state: torch.Tensor, chunk_size: int = 32,
+    initial_state: torch.Tensor, chunk_size: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as `naive_delta_rule`, a chunk of tokens at a time; differentiable in every input, the state included."""
-    dtype, tokens = v.dtype, v.shape[1]
+    dtype, (batch, tokens, heads) = v.dtype, v.shape[:3]
+    chunk_size = min(chunk_size, tokens)
     q, k, v, g, beta, state = _widen(q, k, v, g, beta, initial_state)
-    q, k, v = (_to_chunks(t, chunk_size) for t in (q * q.shape[-1] ** -0.5, k, v))  # [B, H, N, C, .]
-    g, beta = (_to_chunks(t[..., None], chunk_size)[..., 0] for t in (g, beta))
-    g = g.cumsum(-1)
-    # exp of the log-decay between two tokens, 0 above the diagonal; masked before exp, where it would overflow
-    lower = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=q.device).tril()
-    decay = (g[..., :, None] - g[..., None, :]).masked_fill(~lower, -torch.inf).exp()
-    k_beta = k * beta[..., None]
-    system = ((k_beta @ k.transpose(-1, -2)) * decay).tril(-1)  # + identity, which unitriangular implies
-    right = torch.cat([v * beta[..., None], k_beta * g.exp()[..., None]], -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    values, keys = solved.split([v.shape[-1], k.shape[-1]], -1)
-    within = (q @ k.transpose(-1, -2)) * decay
-    q_decayed = q * g.exp()[..., None]
-    k_decayed = (k * (g[..., -1:] - g).exp()[..., None]).transpose(-1, -2)
-    end_decay = g[..., -1].exp()[..., None, None]
-    outputs = []
-    for n in range(q.shape[2]):
-        new = values[:, :, n] - keys[:, :, n] @ state
-        outputs.append(q_decayed[:, :, n] @ state + within[:, :, n] @ new)
-        state = state * end_decay[:, :, n] + k_decayed[:, :, n] @ new
-    return torch.cat(outputs, 2)[:, :, :tokens].transpose(1, 2).to(dtype), state
+    q, k, v = (_to_chunks(t, chunk_size) for t in (q * q.shape[-1] ** -0.5, k, v))
+    g, beta = (_to_chunks(t[..., None], chunk_size) for t in (g, beta))
+    o, state = _ChunkedDeltaRule.apply(q, k, v, g.cumsum(-2), beta, state.flatten(0, 1))
+    return _from_chunks(o, batch, tokens).to(dtype), state.unflatten(0, (batch, heads))
+
+
+class _ChunkedDeltaRule(torch.autograd.Function):
+    """q, k [N, J, C, K], v [N, J, C, V], running log-decay G and beta [N, J, C, 1], start state [J, K, V]."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, G, beta, state):
+        M, A, _ = _couple_tokens(q, k, G, beta)
+        right = torch.cat([v * beta, k * (beta * G.exp())], -1)
+        solved = torch.linalg.solve_triangular(M, right, upper=False, unitriangular=True)
+        U, W = solved.split([v.shape[-1], k.shape[-1]], -1)
+        k_end, end = (k * (G[:, :, -1:] - G).exp()).transpose(-1, -2), G[:, :, -1:].exp()
+        states, X = state.new_empty(len(q) + 1, *state.shape), torch.empty_like(v)
+        states[0] = state
+        for n in range(len(q)):
+            torch.baddbmm(U[n], W[n], states[n], alpha=-1, out=X[n])
+            torch.baddbmm(states[n] * end[n], k_end[n], X[n], out=states[n + 1])
+        o = (q * G.exp()) @ states[:-1]
+        o += A @ X
+        ctx.save_for_backward(q, k, v, G, beta, solved, states, X)
+        return o, states[-1].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, dstate):
+        q, k, v, G, beta, solved, states, X = ctx.saved_tensors
+        M, A, D = _couple_tokens(q, k, G, beta)
+        U, W = solved.split([v.shape[-1], k.shape[-1]], -1)
+        decay, to_end, end = G.exp(), (G[:, :, -1:] - G).exp(), G[:, :, -1:].exp()
+        k_end, Wt = k * to_end, W.transpose(-1, -2)
+        # back over the chunks: dX, and dS, the gradient of the state that each chunk leaves
+        dX = A.transpose(-1, -2) @ do
+        from_outputs = (q * decay).transpose(-1, -2) @ do
+        dS = torch.empty_like(states)
+        dS[-1] = dstate
+        for n in reversed(range(len(q))):
+            dX[n].baddbmm_(k_end[n], dS[n + 1])
+            torch.baddbmm(from_outputs[n].addcmul_(dS[n + 1], end[n]), Wt[n], dX[n], alpha=-1, out=dS[n])
+        starts, dends = states[:-1], dS[1:]
+        # through the triangular system
+        dsolved = torch.cat([dX, -dX @ starts.transpose(-1, -2)], -1)
+        dright = torch.linalg.solve_triangular(M.transpose(-1, -2), dsolved, upper=True, unitriangular=True)
+        dM = -(dright @ solved.transpose(-1, -2)).tril_(-1)
+        dA = do @ X.transpose(-1, -2)
+        dright_v, dright_k = dright.split([v.shape[-1], k.shape[-1]], -1)
+        # products of tokens, and what each decay touches
+        dkk, dqk = dM * D, dA * D
+        dq_decayed, dk_end = do @ starts.transpose(-1, -2), X @ dends.transpose(-1, -2)
+        dk_beta = dkk @ k + dright_k * decay
+        dq = dqk @ k + dq_decayed * decay
+        dk = dqk.transpose(-1, -2) @ q + dkk.transpose(-1, -2) @ (k * beta) + dk_beta * beta + dk_end * to_end
+        dbeta = (dk_beta * k).sum(-1, keepdim=True) + (dright_v * v).sum(-1, keepdim=True)
+        pairs = dM.mul_(M).addcmul_(dA, A)
+        at_end = (dk_end * k_end).sum(-1, keepdim=True)
+        dG = pairs.sum(-1, keepdim=True) - pairs.sum(-2)[..., None] - at_end
+        dG += ((dq_decayed * q + dright_k * (k * beta)) * decay).sum(-1, keepdim=True)
+        dG[:, :, -1:] += at_end.sum(-2, keepdim=True) + (dends * starts).sum((-1, -2))[..., None, None] * end
+        return dq, dk, dright_v * beta, dG, dbeta, dS[0]
+
+
+def _couple_tokens(q, k, G, beta):
+    """M, A and D of a chunk, each [N, J, C, C]; masked before exp, which would overflow above the diagonal."""
+    above = torch.ones(k.shape[-2], k.shape[-2], dtype=torch.bool, device=k.device).triu(1)
+    D = (G - G.transpose(-1, -2)).masked_fill_(above, -torch.inf).exp_()
+    kt = k.transpose(-1, -2)
+    M = ((k * beta) @ kt).mul_(D).tril_(-1)  # + identity, which unitriangular implies
+    return M, (q @ kt).mul_(D), D
 
 
 def _widen(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -67,6 +127,11 @@ def _widen(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _to_chunks(x: torch.Tensor, chunk_size: int) -> torch.Tensor:
-    """[B, T, H, X] -> [B, H, N, C, X]; zero tokens at the end change neither state nor outputs (beta 0, g 0)."""
-    x = torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % chunk_size))
-    return x.unflatten(2, (-1, chunk_size))
+    """[B, T, H, X] -> [N, J, C, X]; zero tokens at the end change neither state nor outputs (beta 0, g 0)."""
+    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk_size))
+    return x.unflatten(1, (-1, chunk_size)).permute(1, 0, 3, 2, 4).flatten(1, 2)
+
+
+def _from_chunks(x: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
+    """[N, J, C, X] -> [B, T, H, X], without what `_to_chunks` added."""
+    return x.unflatten(1, (batch, -1)).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :tokens]

@@ -86,21 +86,40 @@ def attend(
 
     Not differentiable: `paged_attention` is. The output has q's dtype, the log-sum-exp float32 or wider.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
     outputs, lses = [], []
     for a, b in geometry.layout.sub_blocks(geometry.rows_at_once):
         queries = gather_rows(q[:, :, a:b], geometry.layout)
-        o = torch.zeros(queries.shape, dtype=wide, device=q.device)
-        lse = torch.full(queries.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        for span in _spans(geometry, a, b):
-            part, part_lse = _attend_span(queries[:, :, span.queries], k, v, span, geometry.scale)
-            _merge_into(o[:, :, span.queries], lse[:, :, span.queries], part, part_lse)
+        o, lse = _attend_local(queries, k, v, geometry, a, b)
         if geometry.layout.ranks > 1:
             partials = scatter_rows(torch.cat([o, lse[..., None]], -1), geometry.layout)
             o, lse = merge_partials(partials[..., :-1], partials[..., -1])
         outputs.append(o.to(q.dtype))
         lses.append(lse)
-    return torch.cat(outputs, 2), torch.cat(lses, 2)
+    return _join_rows(outputs), _join_rows(lses)
+
+
+def _attend_local(queries, k, v, geometry, a, b):
+    """What this rank's keys give the gathered queries: o [B, H, W, D] and lse [B, H, W], float32 or wider."""
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    o = lse = None
+    for span in _spans(geometry, a, b):
+        part, part_lse = _attend_span(queries[:, :, span.queries], k, v, span, geometry.scale)
+        if o is None and part.shape == queries.shape:  # the first span, of all rows: nothing to merge with
+            o, lse = part.to(wide), part_lse
+            continue
+        if o is None:
+            o, lse = _see_nothing(queries, wide)
+        _merge_into(o[:, :, span.queries], lse[:, :, span.queries], part, part_lse)
+    return _see_nothing(queries, wide) if o is None else (o, lse)
+
+
+def _see_nothing(queries, wide):
+    o = torch.zeros(queries.shape, dtype=wide, device=queries.device)
+    return o, torch.full(queries.shape[:3], -torch.inf, dtype=wide, device=queries.device)
+
+
+def _join_rows(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _attend_span(q, k, v, span, scale):
@@ -152,20 +171,27 @@ class _PagedAttention(torch.autograd.Function):
 
 def attend_bwd_over_pages(do, q, k, v, o, lse, geometry):
     """Gradients dq [B, H, R, D], dk and dv [B, G, M, D] (float32 or wider); adds dK, dV of earlier pages to theirs."""
-    layout, dim = geometry.layout, q.shape[-1]
+    layout = geometry.layout
     wide = torch.promote_types(q.dtype, torch.float32)
     dk, dv = (torch.zeros(t.shape, dtype=wide, device=q.device) for t in (k, v))
     dqs = []
     for a, b in layout.sub_blocks(geometry.rows_at_once):
-        packed = gather_rows(torch.cat([t[:, :, a:b] for t in (q, do.to(q.dtype), o)], -1), layout)
-        queries, douts, outs = packed.split(dim, -1)
-        lses = gather_rows(lse[:, :, a:b, None], layout)[..., 0]
+        queries, douts, outs, lses = _gather_queries(q, do.to(q.dtype), o, lse, layout, a, b)
         dq = torch.zeros(queries.shape, dtype=wide, device=q.device)
         for span in _spans(geometry, a, b):
             parts = [t[:, :, span.queries] for t in (douts, queries, outs, lses)]
             dq[:, :, span.queries] += _span_bwd(*parts, k, v, dk, dv, span, geometry)
-        dqs.append(scatter_rows(dq, layout).sum(0))
-    return torch.cat(dqs, 2), dk, dv
+        dqs.append(scatter_rows(dq, layout).sum(0) if layout.ranks > 1 else dq)
+    return _join_rows(dqs), dk, dv
+
+
+def _gather_queries(q, do, o, lse, layout, a, b):
+    """Rows [a, b) of every rank, in two exchanges; without ranks, views."""
+    rows = [t[:, :, a:b] for t in (q, do, o)]
+    if layout.ranks == 1:
+        return *rows, lse[:, :, a:b]
+    packed = gather_rows(torch.cat(rows, -1), layout)
+    return *packed.split(q.shape[-1], -1), gather_rows(lse[:, :, a:b, None], layout)[..., 0]
 
 
 def _span_bwd(do, q, o, lse, k, v, dk, dv, span, geometry):

@@ -1,0 +1,124 @@
+"""benchmarks/step.py end to end at tiny sizes, and what its report holds."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.step import RUNS, _collect, compute_ratios, parse_arguments  # noqa: E402
+
+SIZES = "--prompt-length 40 --response-length 7 --group-size 3 --chunk-size 16 --block-size 4 --repeat 1".split()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    path = tmp_path_factory.mktemp("step") / "step.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), *SIZES, "--json", str(path)]
+    subprocess.run(command, check=True, timeout=280)
+    return json.loads(path.read_text())
+
+
+def test_every_run_has_its_figures(report):
+    assert tuple(report["runs"]) == RUNS
+    for figures in report["runs"].values():
+        assert {"seconds", "cpu_seconds", "peak_bytes", "peak_rss_bytes", "tokens"} <= set(figures)
+        assert all(value > 0 for value in figures.values())
+
+
+def test_tokens_are_those_that_go_through_the_model(report):
+    assert report["runs"]["conventional"]["tokens"] == report["runs"]["checkpointed"]["tokens"] == 3 * (40 + 7 - 1)
+    assert report["runs"]["exact"]["tokens"] == report["runs"]["response_only"]["tokens"] == 39 + 3 * 7
+
+
+def test_ratios_are_of_the_figures(report):
+    runs, ratios = report["runs"], report["ratios"]
+    for name in ("conventional", "checkpointed", "response_only"):
+        for key in ("seconds", "cpu_seconds", "peak_bytes"):
+            assert ratios[f"{name}_over_exact_{key}"] == runs[name][key] / runs["exact"][key]
+    assert ratios["exact_over_prompt_only"] == runs["exact"]["seconds"] / runs["exact"]["prompt_only_seconds"]
+
+
+def test_settings_are_in_the_report(report):
+    assert report["settings"]["chunk_size"] == 16 and report["settings"]["model_preset"] == "tiny-qwen3.6"
+
+
+@pytest.mark.ranks
+def test_two_ranks_one_run_to_standard_output():
+    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), *SIZES, "--json", "-"]
+    command += ["--runs", "exact", "--measure", "memory", "--context-parallel-size", "2"]
+    done = subprocess.run(command, check=True, timeout=280, stdout=subprocess.PIPE, text=True)
+    report = json.loads(done.stdout)
+    assert set(report["runs"]) == {"exact"} and report["ratios"] == {}
+    assert report["runs"]["exact"]["peak_bytes"] > 0 and "seconds" not in report["runs"]["exact"]
+
+
+def test_the_update_moves_the_same_gradients_as_the_conventional_one():
+    """The benchmark compares equal work: the exact run's gradients are the conventional run's."""
+    code = """
+import sys, torch, torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import longstraw.patches.process_groups as process_groups
+groups = process_groups.initialize_groups()
+process_groups.initialize_groups = lambda **sizes: groups
+from benchmarks.step import build_update, parse_arguments
+from benchmarks.updates import draw_batch
+from longstraw.patches.float64 import lift_float64
+args = parse_arguments("--dtype float64 --chunk-size 16 --block-size 4 --responses-per-replay 2".split())
+found = []
+with lift_float64():
+    for run in ("conventional", "checkpointed", "exact"):
+        update, model = build_update(args, run)
+        batch = draw_batch(40, 7, 3, 128, 1, "cpu")
+        update.accumulate(batch)
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+for other in found[1:]:
+    error = (other - found[0]).norm() / found[0].norm()
+    assert error < 1e-12, error
+assert found[0].norm() > 1e-6
+"""
+    subprocess.run([sys.executable, "-c", code, str(ROOT)], check=True, timeout=280)
+
+
+def test_a_killed_child_is_an_error_in_the_report(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
+    figures = _collect("conventional", [process], str(tmp_path))
+    assert figures == {"error": "conventional could not be measured (killed: most likely out of memory)"}
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_run_that_fails_makes_the_exit_code_1(tmp_path):
+    path = tmp_path / "step.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), *SIZES, "--json", str(path), "--runs", "exact"]
+    done = subprocess.run([*command, "--model-preset", "no-such-model"], timeout=280, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert "exit code 1" in json.loads(path.read_text())["runs"]["exact"]["error"]
+    assert "--model-preset no-such-model is not known" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "bad, sentence",
+    [
+        (["--runs", "exact,quick"], "--runs quick is not known"),
+        (["--group-size", "0"], "--group-size is at least 1"),
+        (["--prompt-length", "1"], "--prompt-length is at least 2"),
+    ],
+)
+def test_bad_flags_get_a_sentence(bad, sentence, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(bad)
+    assert sentence in capsys.readouterr().err
+
+
+def test_ratios_of_runs_that_were_not_measured_are_left_out():
+    runs = {"conventional": {"error": "killed"}, "exact": {"peak_bytes": 10}, "response_only": {"peak_bytes": 5}}
+    assert compute_ratios(runs) == {"response_only_over_exact_peak_bytes": 0.5}
+    assert compute_ratios({"conventional": {"seconds": 1.0}}) == {}
+    assert os.environ.get("LONGSTRAW_BENCHMARK_RANK") is None
