@@ -85,6 +85,17 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(dtype, chunk, scale):
     assert (ours.sqrt() <= 2 * plain.sqrt()).all(), (ours.sqrt() / plain.sqrt()).tolist()
 
 
+def test_large_exact_logits_lose_nothing_to_the_log_sum_exp():
+    """Logits around 4000, exact in float32. Rounding maximum + log-sum to one float32 would cost 1e-4."""
+    weight = torch.tensor([[4000.0], [4000.75], [3999.5], [3998.25]]).requires_grad_()
+    hidden, targets, grad = torch.ones(1, 1).requires_grad_(), torch.tensor([2]), torch.ones(1)
+    got = value_and_gradients(compute_logprobs, hidden, weight, targets, grad)
+    exact_inputs = [t.detach().to(F64).requires_grad_() for t in (hidden, weight)]
+    exact = value_and_gradients(naive_logprobs, *exact_inputs, targets, grad)
+    for ours, theirs in ((got[0], exact[0]), (got[2], exact[2])):
+        torch.testing.assert_close(ours.to(F64), theirs, rtol=1e-6, atol=1e-7)
+
+
 def test_padding_rows_have_no_probability_and_no_gradient():
     hidden, weight, targets, grad = draw(9, 4, 128)
     targets %= 101

@@ -54,9 +54,9 @@ def test_truncation_equals_brute_force(row, top_k, top_p):
 def test_top_k_one_and_a_tiny_top_p_and_temperature_zero_are_greedy(row, seed):
     logits = torch.tensor([row])
     greedy = row.index(max(row))
-    for settings in (config(top_k=1), config(top_p=1e-9), config(temperature=0.0), config(temperature=1e-30)):
+    for settings in (config(top_k=1), config(top_p=1e-9), config(temperature=0.0), config(temperature=1e-38)):
         # A temperature near 0 shares its mass between equal maxima: only without ties is it greedy.
-        if settings.sampling_temperature == 1e-30 and row.count(max(row)) > 1:
+        if settings.sampling_temperature == 1e-38 and row.count(max(row)) > 1:
             continue
         sampled = sample_tokens(logits, settings, generator(seed))
         assert sampled.token_ids.tolist() == [greedy]
@@ -153,6 +153,22 @@ def test_excluded_tokens_are_never_drawn():
     for uniform in (0.0, 0.3, 1 - 2**-53):
         token = sample_tokens_at(logits, config(), torch.tensor([uniform], dtype=torch.float64)).token_ids.item()
         assert token in (1, 3)
+
+
+def test_excluded_tokens_stay_out_where_rounding_leaves_top_p_unreached():
+    logits = torch.randn(200, 40, generator=generator(10))
+    logits[:, 1::2] = -math.inf
+    logits[:, 0] = 0.0
+    kept = truncate(logits, top_k=0, top_p=1 - 2**-53)
+    assert not kept[:, 1::2].any()
+    kept = truncate(logits, top_k=7, top_p=1 - 2**-53)
+    assert (kept.sum(-1) <= 7).all() and not kept[:, 1::2].any()
+
+
+def test_ties_at_the_edge_go_to_the_lowest_ids_in_a_large_vocabulary():
+    logits = torch.zeros(2, 5000)
+    for kept in (truncate(logits, top_k=100, top_p=1.0), truncate(logits, top_k=0, top_p=0.02 - 1e-9)):
+        assert kept[:, :100].all() and not kept[:, 100:].any()
 
 
 def test_no_rows():
