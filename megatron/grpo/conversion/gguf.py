@@ -33,8 +33,6 @@ def convert_gguf(file: str | Path, folder: str | Path, *, dtype: str = "float32"
     model = AutoModelForCausalLM.from_pretrained(
         **source, dtype=getattr(torch, dtype), quantization_config=GgufConfig(dequantize=True)
     )
-    # transformers refuses to save a model that still carries its quantizer, also when it has dequantised every weight.
-    model.hf_quantizer.remove_quantization_config(model)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
     return preset

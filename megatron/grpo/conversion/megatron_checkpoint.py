@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories
 from megatron.core.models.gpt import GPTModel
 
@@ -56,18 +55,16 @@ def load_model_weights(folder: str | Path, model: GPTModel, preset: ModelPreset 
     """
     path, state = find_iteration(folder), sharded_weights(model)
     preset = preset or read_preset(folder)
-    _check_keys(path, state)
+    stored = _check_keys(path, state)
     apply_factories(state)
     targets = {key: value for key, value in _walk(state) if isinstance(value, ShardedTensor)}
+    _check_shapes(path, stored, targets.values(), preset.vocab_size)
     storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     if any(value.data.untyped_storage().data_ptr() not in storages for value in targets.values()):
         raise RuntimeError("megatron-core's sharded state dict no longer shares its storage with the parameters")
     parts = {key: value.data for key, value in targets.items()}
-    try:
-        with cuda_means_cpu():
-            loaded = dict(_walk(dist_checkpointing.load(state, str(path))))
-    except (CheckpointingException, KeyError) as error:
-        raise ValueError(f"--load {folder}: the checkpoint is not of this model ({error})") from error
+    with cuda_means_cpu():
+        loaded = dict(_walk(dist_checkpointing.load(state, str(path))))
     for key, part in parts.items():
         if loaded[key].data_ptr() != part.data_ptr():
             part.copy_(loaded[key])
@@ -111,6 +108,21 @@ def _check_keys(path: Path, state: dict) -> dict:
             f"{list_names(extra) or 'nothing'} beyond it"
         )
     return stored
+
+
+def _check_shapes(path: Path, stored: dict, targets, vocab_size: int) -> None:
+    """Raise ValueError that lists the weights of another shape; padding of the vocabulary may differ."""
+    wrong = set()
+    for target in targets:
+        found, wanted = stored[target.key].global_shape, target.global_shape
+        if target.allow_shape_mismatch:  # rows are token ids
+            fits = found[1:] == wanted[1:] and min(found[0], wanted[0]) >= vocab_size
+        else:
+            fits = found == wanted
+        if not fits:
+            wrong.add(f"{target.key} {list(found)} instead of {list(wanted)}")
+    if wrong:
+        raise ValueError(f"{path} is a checkpoint of another model, with {list_names(sorted(wrong))}")
 
 
 def _parts_of(key: str, stored) -> list[str]:

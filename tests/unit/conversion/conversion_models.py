@@ -57,10 +57,14 @@ def randomize(model, seed: int = 3):
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() == 1:
+        if name.endswith("A_log"):  # transformers draws these from the global random state
+            parameter.copy_(noise)
+        elif parameter.dim() == 1:
             parameter.add_(0.2 * noise)
         else:
-            parameter.copy_(noise * 0.15)
+            # The delta rule's readout is normalised, also where it is nearly zero, which makes rounding large on both
+            # sides (transformers' own float32 is 1e-5 off its float64): small output weights keep it below the bar.
+            parameter.copy_(noise * (0.03 if "out_proj" in name else 0.1))
     return model.eval()
 
 
