@@ -62,17 +62,18 @@ def test_presets_in_float64(preset):
 @pytest.mark.parametrize("preset", ["tiny-qwen3.6", "tiny-llama", "tiny-qwen3"])
 def test_presets_in_float32(preset):
     pair = get_pair(preset, torch.float32)
-    check(pair, draw_group(157, (5, 17, 1), pair.vocab_size), bar=FLOAT32_BAR, prompt_chunk_size=43)
+    check(pair, draw_group(157, (5, 17, 1), pair.vocab_size, seed=1), bar=FLOAT32_BAR, prompt_chunk_size=43)
 
 
-def test_in_bfloat16_the_engine_is_as_precise_as_conventional_training():
-    """Error against float64 at most twice that of a dense bfloat16 pass of the conventional model of the same weights."""
-    pair = get_pair("tiny-qwen3.6", torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_engine_is_as_precise_as_conventional_training(dtype):
+    """Error against float64 at most twice that of a dense pass of the conventional model in the same dtype."""
+    pair = get_pair("tiny-qwen3.6", dtype)
     group = draw_group(61, (9, 4), pair.vocab_size)
     _, found = replay_gradients(pair.engine(), group.tree())
     conventional = build_conventional_model(
         pair.preset, pair.preset.transformer_config(use_cpu_initialization=True), one_rank(), flash=True
-    ).bfloat16()
+    ).to(dtype)
     conventional.load_state_dict(pair.plain.state_dict())
     _, plain = dense_gradients(conventional, group.sequences())
     oracle = dense_of(pair, group)[1]
