@@ -37,19 +37,15 @@ def run_tests(tmp_path):
     def run(*arguments: str, bad: str = "", slow: float = 0, seconds: int = 200):
         (tree / "tests/test_some.py").write_text(TESTS.format(bad=bad, slow=slow))
         environ = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "LONGSTRAW", "OMP"))}
-        shown = subprocess.run([tree / "tests/run.sh", *arguments], cwd="/", capture_output=True, text=True, timeout=250, env=environ | {
-            "LONGSTRAW_VENV": sys.prefix, "LONGSTRAW_TEST_SECONDS": str(seconds), "LONGSTRAW_TEST_WORKERS": "1"})
+        environ |= {"LONGSTRAW_VENV": sys.prefix, "LONGSTRAW_TEST_SECONDS": str(seconds), "LONGSTRAW_TEST_WORKERS": "1"}
+        shown = subprocess.run([tree / "tests/run.sh", *arguments], cwd="/", capture_output=True, text=True, timeout=250,
+                               env=environ)
         return shown.returncode, shown.stdout.splitlines(), shown.stderr
 
     return run
 
 
-def test_both_parts_are_run_and_counted(run_tests):
-    status, lines, _ = run_tests()
-    assert status == 0 and lines[-1] == "4 passed, 0 failed, 0 skipped"
-
-
-def test_a_failure_in_one_part_fails_the_whole(run_tests):
+def test_both_parts_are_counted_and_a_failure_in_one_fails_the_whole(run_tests):
     status, lines, _ = run_tests(bad="x")
     assert status == 1 and lines[-1] == "3 passed, 1 failed, 0 skipped"
 
@@ -62,5 +58,6 @@ def test_arguments_are_pytests_and_running_nothing_is_no_success(run_tests):
 
 
 def test_the_whole_run_is_bounded(run_tests):
-    status, _, errors = run_tests("-k", "slow", slow=100, seconds=25)
-    assert status == 124 and "stopped after 25 s" in errors
+    """The first part selects nothing and the second hangs; on a busy machine the first may take all the time itself."""
+    status, _, errors = run_tests("-k", "slow", slow=100, seconds=12)
+    assert status == 124 and ("stopped after 12 s" in errors or "no time left" in errors)

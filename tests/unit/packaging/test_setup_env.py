@@ -143,12 +143,13 @@ def test_an_environment_whose_python_is_gone_is_made_anew(made):
     assert version_of(made, "tinytest") == "1.0"
 
 
-def test_an_environment_that_was_moved_is_made_anew(made):
-    """Its scripts name the place where it was made; the stamp does too."""
+def test_an_environment_that_was_moved_is_not_repaired(made):
+    """Its scripts name the place where it was made; the stamp does too. A new one needs an interpreter: here there is none."""
+    assert made.run(LONGSTRAW_PYTHON="/nowhere/python") == (0, f"setup_env: {made.root}/.venv is up to date\n")
     made.root = made.root.rename(made.root.with_name("the moved project"))
-    status, shown = made.run()
-    assert status == 0 and "making" in shown
-    assert str(made.root) in made.ask("import longstraw; print(longstraw.__file__)")
+    status, shown = made.run(LONGSTRAW_PYTHON="/nowhere/python")
+    assert status == 1 and "cannot be used" in shown and "bringing" not in shown
+    assert made.python.exists(), "nothing is removed before there is something to replace it with"
 
 
 @pytest.fixture
