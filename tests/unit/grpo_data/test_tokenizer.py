@@ -75,20 +75,3 @@ def test_a_tokenizer_without_an_end_token_is_refused(word_tokenizer_folder):
 def test_responses_are_decoded_without_special_tokens(word_tokenizer):
     assert decode_response(word_tokenizer, [5, 6, 1]) == "w0 w1"
     assert decode_response(word_tokenizer, ()) == ""
-
-
-def test_smollm2_from_gguf(smollm2_gguf, smollm2_tokenizer, tmp_path):
-    tokenizer = smollm2_tokenizer
-    messages = [{"role": "user", "content": "What is 2 + 3?"}]
-    text = tokenizer.decode(encode_prompt(tokenizer, messages, apply_chat_template=False))
-    assert text.startswith("<|im_start|>system\n") and text.endswith("<|im_start|>assistant\n")
-    assert "<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n" in text
-    assert stop_token_ids(tokenizer, smollm2_gguf) == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
-    sample = tokenizer("It is 5, isn't it ?")["input_ids"]
-    assert decode_response(tokenizer, sample) == "It is 5, isn't it ?"
-    # Saved as a folder it loads at once, and is the same.
-    tokenizer.save_pretrained(tmp_path)
-    again = load_tokenizer(tmp_path)
-    assert encode_prompt(again, messages, apply_chat_template=False) == encode_prompt(
-        tokenizer, messages, apply_chat_template=False
-    )
