@@ -13,6 +13,7 @@ import torch.distributed as dist
 from longstraw.objectives.config import ObjectiveConfig
 from longstraw.objectives.loss_weights import all_reduce_loss_counts, compute_loss_weights, count_loss_terms
 from longstraw.objectives.losses import LossStatistics
+from longstraw.prompt_state.ledger import LedgerEntry
 from longstraw.segments import SegmentState, prompt_segment
 from longstraw.sweeps import ReplayEngine
 from longstraw.transaction.group import GroupLoss, PromptGroup, make_batches, split_logprobs
@@ -44,6 +45,7 @@ class Step:
     ):
         self.engine, self.objective, self.dp = engine, objective, dp
         self.responses_together, self.reference, self.check_stop = responses_together, reference, check_stop
+        self.fullest_state: list[LedgerEntry] = []  # the ledger when it held most
 
     def capture(self, prompt: torch.Tensor) -> SegmentState:
         """Phase 1: the state that a prompt [1, P] leaves, under the present weights."""
@@ -112,7 +114,14 @@ class Step:
             if group_loss.statistics is not None:
                 found.append(group_loss.statistics)
         self.check_stop()
+        self._note_state()
         if not state.constant:
             self.engine.reverse_sweep(prompt_segment(group.prompt), state)
         group.state = None
         return loss, found
+
+    def _note_state(self) -> None:
+        """Keep the ledger's answer where it holds the most bytes so far: after a group's replays, before its prompt's."""
+        entries = self.engine.ledger.entries()
+        if sum(e.bytes for e in entries) > sum(e.bytes for e in self.fullest_state):
+            self.fullest_state = entries

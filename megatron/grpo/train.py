@@ -83,7 +83,8 @@ def write_record(args, config, trainer, recorder, model, groups, *, started, ini
     world = dist.get_world_size()
     shares: list = [None] * world
     counts = trainer.counts if trainer.rollouts.replica.rank() == 0 else type(trainer.counts)()
-    own = (asdict_plain(counts), trainer.state_summary, read_peak_bytes())
+    state = summarize_state(dist.get_rank(), trainer.step.fullest_state)
+    own = (asdict_plain(counts), state, read_peak_bytes())
     dist.all_gather_object(shares, own)
     totals = {name: sum(share[0][name] for share in shares) for name in shares[0][0]}
     final_weights = checksum_weights(model)

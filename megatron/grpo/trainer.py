@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from longstraw.memory_meter import read_peak_bytes, reset_peak_bytes
 from longstraw.objectives.advantages import collect_groups
-from longstraw.objectives.losses import all_reduce_loss_statistics
+from longstraw.objectives.losses import LossStatistics, all_reduce_loss_statistics
 from longstraw.patches.finalize_model_grads import finalize_gradients
 from longstraw.receipts.recorder import RunRecorder
 from longstraw.transaction.commit import StepRejected, StepSnapshot, agree_on_failure, check_loss
@@ -70,7 +70,6 @@ class Trainer:
         self.world = dist.group.WORLD
         self.device = rollouts.device
         self.counts = TokenCounts()
-        self.state_summary: list = []
 
     def train(self, first_step: int) -> int:
         """Steps `first_step` to --train-iters; returns the last step committed. Stops early, saved, on a signal."""
@@ -143,7 +142,7 @@ class Trainer:
                 message = "stop"
             except StepRejected as error:
                 message = str(error)
-            if not message and self.stop.agreed(self.step_replica):
+            if not message and self.stop.agreed(self.rollouts.replica):
                 message = "stop"
             message = agree_on_failure(message, self.world)
         if message == "stop":
@@ -151,11 +150,6 @@ class Trainer:
         if message:
             raise StepRejected(message)
         return value
-
-    @property
-    def step_replica(self) -> dist.ProcessGroup:
-        """The ranks of this model replica."""
-        return self.rollouts.replica
 
     def _roll_out(self, number: int) -> list[PromptGroup]:
         """Sample, score and filter this replica's groups of the step, and give them advantages."""
@@ -213,7 +207,7 @@ class Trainer:
             taken, norm = step_optimizer(self.optimizer, self.scheduler)
             if not taken:
                 raise StepRejected(f"step {number}: the gradient's norm is {norm}")
-            self.ddp.zero_grad_buffer()
+            self._clear_gradients()
             loss = torch.tensor(result.loss, dtype=torch.float64, device=self.device)
             dist.all_reduce(loss, group=self.groups.dp_cp)
             statistics = all_reduce_loss_statistics(self._statistics_or_zero(result), self.groups.dp_cp).means()
@@ -221,9 +215,7 @@ class Trainer:
             statistics["kl"] = statistics["old_kl"]
         return {"loss": loss.item(), "grad_norm": norm, "learning_rate": learning_rate} | statistics
 
-    def _statistics_or_zero(self, result: ReplayResult):
-        from longstraw.objectives.losses import LossStatistics
-
+    def _statistics_or_zero(self, result: ReplayResult) -> LossStatistics:
         zero = torch.zeros((), device=self.device)
         return result.statistics or LossStatistics(
             num_tokens=zero, clipped_sum=zero, ratio_sum=zero, ratio_max=zero, kl_sum=zero, old_kl_sum=zero,
@@ -252,5 +244,11 @@ class Trainer:
 
     def _roll_back(self, snapshot: StepSnapshot) -> None:
         """Leave no trace of the step: gradients cleared, random states and data position as before it."""
-        self.ddp.zero_grad_buffer()
+        self._clear_gradients()
         snapshot.restore()
+
+    def _clear_gradients(self) -> None:
+        """Empty the buffers, and part `grad` from `main_grad`: the optimizer ties them together for its step, and a
+        backward into tied gradients would count every gradient twice."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.ddp.zero_grad_buffer()

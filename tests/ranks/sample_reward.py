@@ -1,0 +1,6 @@
+"""A reward that varies within any group: the share of the answer's characters that the response has."""
+
+
+def letters(prompt: str, response: str, answer: str, extra: dict) -> float:
+    """Between 0 and 1; different responses have different rewards."""
+    return sum(ord(character) for character in response) % 97 / 97

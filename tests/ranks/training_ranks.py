@@ -1,0 +1,191 @@
+"""One rank of `test_training.py`: the training program's `run`, several times in one process, on small recall data.
+
+    training_ranks.py 2 RENDEZVOUS FOLDER
+
+FOLDER holds the data that the test made; every scenario writes below it and asserts on what it finds.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from longstraw.transaction.commit import StepRejected
+from megatron.grpo import train
+from megatron.grpo.arguments import parse_arguments
+from megatron.grpo.initialize import shut_down
+from megatron.grpo.trainer import Trainer
+from tests.support.ranks import fork_ranks
+
+STEPS = 4
+MEASURED = {"seconds", "peak_bytes"}
+
+
+class Runner:
+    """Runs scenarios one after another, each in a world of its own."""
+
+    def __init__(self, rank: int, ranks: int, folder: Path):
+        self.rank, self.ranks, self.folder, self.count = rank, ranks, folder, 0
+        dist.destroy_process_group()
+
+    def run(self, name: str, flags: str = "", *, prepare=None) -> list[dict]:
+        """`run` with the given flags -> the metrics it left; `prepare(trainer)` may tamper before the first step."""
+        data = self.folder / "data"
+        argv = (
+            f"--model-preset tiny-qwen3.6 --num-layers 4 --context-parallel-size 2 --prompt-data {data}/train.jsonl "
+            f"--eval-data {data}/eval.jsonl --tokenizer-path {data}/tokenizer --train-iters {STEPS} --lr 1e-3 "
+            f"--group-size 4 --max-response-length 3 --prompt-chunk-size 20 --eval-samples 3 --seed 5 "
+            f"--reward tests/ranks/sample_reward.py:letters --output-dir {self.folder}/{name} {flags}"
+        ).split()
+        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank), "WORLD_SIZE": str(self.ranks)}
+        self._join()
+        original = Trainer.train
+
+        def tampered(trainer, first_step):
+            if prepare is not None:
+                prepare(trainer)
+            return original(trainer, first_step)
+
+        Trainer.train = tampered
+        try:
+            train.run(*parse_arguments(argv))
+        finally:
+            Trainer.train = original
+            shut_down()
+        path = self.folder / name / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def receipt(self, name: str) -> dict:
+        """A finished run's receipt."""
+        return json.loads((self.folder / name / "receipt.json").read_text())
+
+    def _join(self) -> None:
+        self.count += 1
+        store = f"file://{self.folder}/world{self.count}"
+        dist.init_process_group("gloo", init_method=store, rank=self.rank, world_size=self.ranks)
+
+    def end(self) -> None:
+        """Back to a world, as `fork_ranks` expects."""
+        self._join()
+
+
+def without_measured(records: list[dict]) -> list[dict]:
+    """Metrics without what the clock and the allocator decide."""
+    return [{key: value for key, value in record.items() if key not in MEASURED} for record in records]
+
+
+def check_whole_run(runner: Runner) -> list[dict]:
+    """Metrics, receipt, checkpoints; the first ratio is exactly 1."""
+    saved = runner.folder / "saved"
+    records = runner.run("whole", f"--save {saved} --save-interval 2")
+    assert [record["step"] for record in records] == [1, 2, 3, 4], records
+    assert "eval_reward_mean" in records[0] and "eval_reward_mean" in records[-1], records
+    assert all(record["ratio_mean"] == 1.0 and record["kl"] == 0.0 for record in records), records
+    assert any(record["grad_norm"] > 0 for record in records), "no step had a gradient"
+    receipt = runner.receipt("whole")
+    assert receipt["semantics"] == "exact" and receipt["topology"]["context_parallel_size"] == 2
+    assert receipt["model"]["initial_weights"] != receipt["model"]["final_weights"]
+    assert {item["kind"] for item in receipt["state"]} >= {"kv_pages", "recurrent_state", "kv_adjoint"}, receipt["state"]
+    assert (runner.folder / "whole" / "run.png").stat().st_size > 5_000
+    assert list((runner.folder / "whole" / "tensorboard").glob("events.*"))
+    return records
+
+
+def check_resume(runner: Runner, whole: list[dict]) -> None:
+    """A run resumed in the middle ends bit for bit where the whole run ends."""
+    records = runner.run("resumed", f"--load {runner.folder}/saved --ckpt-step 2")
+    assert without_measured(records)[-1] == without_measured(whole)[-1], (records[-1], whole[-1])
+    assert [record["step"] for record in records] == [3, 4]
+    assert runner.receipt("resumed")["model"]["final_weights"] == runner.receipt("whole")["model"]["final_weights"]
+
+
+def check_signal(runner: Runner) -> None:
+    """SIGTERM on one rank in the middle of step 3: rolled back, saved, and the resumed run ends where the whole one does."""
+
+    def stop_in_step_3(trainer):
+        original = trainer.rollouts.score
+
+        def score(prompts, groups, policy=None):
+            original(prompts, groups, policy)
+            if policy is None and trainer.order.state_dict()["position"] == 3 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        trainer.rollouts.score = score
+
+    saved = runner.folder / "stopped-saved"
+    records = runner.run("stopped", f"--save {saved}", prepare=stop_in_step_3)
+    assert [record["step"] for record in records] == [1, 2], records
+    assert (saved / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+    runner.run("continued", f"--load {saved}")
+    assert runner.receipt("continued")["model"]["final_weights"] == runner.receipt("whole")["model"]["final_weights"]
+
+
+def check_rollback(runner: Runner) -> None:
+    """A NaN in one rank's gradient: the step is rejected by name and leaves everything as it was."""
+    seen = {}
+
+    def poison(trainer):
+        model = trainer.step.engine.model
+        parameter = dict(model.named_parameters())["decoder.layers.2.mlp.linear_fc2.weight"]
+        if dist.get_rank() == 1:
+            parameter.register_hook(lambda grad: grad * float("nan"))
+        seen["trainer"], seen["order"] = trainer, trainer.order.state_dict()
+        seen["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+        seen["random"] = torch.get_rng_state().clone()
+
+    try:
+        runner.run("poisoned", prepare=poison)
+    except StepRejected as error:
+        assert "decoder.layers.2.mlp.linear_fc2.weight" in str(error), error
+    else:
+        raise AssertionError("a NaN gradient was not rejected")
+    trainer = seen["trainer"]
+    assert trainer.order.state_dict() == seen["order"]
+    assert torch.equal(torch.get_rng_state(), seen["random"])
+    for name, parameter in trainer.step.engine.model.named_parameters():
+        assert torch.equal(parameter, seen["weights"][name]), name
+        assert not parameter.main_grad.any(), name
+    for state in trainer.optimizer.optimizer.state.values():
+        assert not state["exp_avg"].any() and state["step"] == 0
+
+
+def check_objectives(runner: Runner, whole: list[dict]) -> None:
+    """Other settings run: a reference, GSPO, Dr.GRPO with filtering, response-only, batched replay, data and tensor parallel."""
+    records = runner.run("reference", "--kl-coefficient 0.1 --train-iters 2")
+    assert records[0]["kl"] == 0.0 and records[1]["kl"] > 0.0, records
+    runner.run("gspo", "--importance-level sequence --loss-aggregation sequence --train-iters 1")
+    runner.run("dr-grpo", "--loss-aggregation group_constant --loss-constant 3 --no-advantage-std-normalization "
+               "--group-filter drop_uniform --train-iters 1")
+    constant = runner.run("constant", "--semantics response_only --train-iters 1")
+    assert constant[0]["reward_mean"] == whole[0]["reward_mean"] and constant[0]["grad_norm"] != whole[0]["grad_norm"]
+    batched = runner.run("batched", "--responses-per-replay 4 --page-residency host --adjoint-residency host "
+                         "--attention-output-residency host --train-iters 1")
+    assert abs(batched[0]["grad_norm"] - whole[0]["grad_norm"]) <= 1e-4 * whole[0]["grad_norm"]
+    tensor = runner.run("tensor", "--context-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel "
+                        "--train-iters 1")
+    assert abs(tensor[0]["grad_norm"] - whole[0]["grad_norm"]) <= 1e-4 * whole[0]["grad_norm"], (tensor, whole)
+    data = runner.run("data", "--context-parallel-size 1 --prompts-per-step 2 --train-iters 1")
+    alone = runner.run("two-prompts", "--prompts-per-step 2 --train-iters 1")
+    assert abs(data[0]["grad_norm"] - alone[0]["grad_norm"]) <= 1e-4 * alone[0]["grad_norm"], (data, alone)
+    assert data[0]["reward_mean"] == alone[0]["reward_mean"]
+
+
+def main(rank: int, ranks: int, arguments: list[str]) -> None:
+    """Every scenario."""
+    runner = Runner(rank, ranks, Path(arguments[0]))
+    whole = check_whole_run(runner)
+    check_resume(runner, whole)
+    check_signal(runner)
+    check_rollback(runner)
+    check_objectives(runner, whole)
+    runner.end()
+
+
+if __name__ == "__main__":
+    fork_ranks(main)
