@@ -96,12 +96,17 @@ def commit_partial(partial: Path, folder: str | Path, iteration: int | str) -> P
 
 
 def write_tracker(folder: str | Path, iteration: int | str) -> None:
-    """Name the latest checkpoint; a reader sees the old name or the new one."""
-    new = Path(folder) / (TRACKER + ".new")
-    new.write_text(str(iteration))
+    """Name the latest checkpoint."""
+    write_whole(Path(folder) / TRACKER, str(iteration))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file: a reader sees the old text or the new one, whenever the run is killed."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
     _sync(new)
-    os.replace(new, Path(folder) / TRACKER)
-    _sync(Path(folder))
+    os.replace(new, path)
+    _sync(path.parent)
 
 
 def drop_previous(folder: str | Path, previous: int | str | None, latest: int | str, retain_interval: int) -> None:

@@ -13,9 +13,10 @@ save left, starts a helper process, knows no data position, and its loader chang
 mismatch. Left out: legacy formats, asynchronous saves, converting between optimizers or precisions.
 """
 
+import json
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from longstraw.patches.checkpoint_writer import results_in_process
 from longstraw.patches.device import cuda_means_cpu
+from megatron.grpo.arguments import resolve_preset
 from megatron.grpo.checkpoint_check import compare_shapes, model_shapes, stored_shapes
 from megatron.grpo.checkpoint_folders import (
     RELEASE, checkpoint_folder, commit_partial, drop_previous, find_checkpoint, open_partial, read_tracker,
+    write_whole,
 )
+from megatron.grpo.conversion.checkpoint_folder import PRESET_FILE
+from megatron.grpo.conversion.megatron_checkpoint import sharded_weights
 from megatron.grpo.optimizer import fill_step_count
 from megatron.grpo.random_states import collect_random_states, restore_random_states
 
@@ -72,7 +77,7 @@ def save_checkpoint(
     """
     metadata = _metadata(args.use_distributed_optimizer, groups)
     with cuda_means_cpu():
-        weights = model.sharded_state_dict(metadata=metadata)
+        weights = sharded_weights(model)
         state: dict[str, Any] = {"model": weights}
         if not args.no_save_optim:
             state["optimizer"] = optimizer.sharded_state_dict(weights, metadata=metadata)
@@ -88,9 +93,18 @@ def save_checkpoint(
             "content": _describe(args, groups),
         }
         previous = _write(state, args.save, iteration, groups, parallel=args.ckpt_fully_parallel_save)
-    if args.save_retain_interval and dist.get_rank() == 0:
-        drop_previous(args.save, previous, iteration, args.save_retain_interval)
+    if dist.get_rank() == 0:
+        _keep_architecture(args)
+        if args.save_retain_interval:
+            drop_previous(args.save, previous, iteration, args.save_retain_interval)
     return checkpoint_folder(args.save, iteration)
+
+
+def _keep_architecture(args: Namespace) -> None:
+    """Write the architecture beside the checkpoints, so that they can be exported without their flags."""
+    path, text = Path(args.save) / PRESET_FILE, json.dumps(asdict(resolve_preset(args)), indent=2) + "\n"
+    if not path.is_file() or path.read_text() != text:
+        write_whole(path, text)
 
 
 def save_weights(
@@ -103,7 +117,7 @@ def save_weights(
     """
     with cuda_means_cpu():
         state = {
-            "model": model.sharded_state_dict(metadata=_metadata(False, groups)),
+            "model": sharded_weights(model),
             "iteration": 0, "extra": extra or {}, "vocab_size": vocab_size,
             "content": {"format": _FORMAT, "optimizer": False, "random_states": None},
         }
@@ -155,20 +169,20 @@ def load_checkpoint(
     path, iteration, weights_only = found
     want_optimizer = not weights_only and not args.no_load_optim
     common, want_random = _inspect(
-        path, args.vocab_size, model, groups, want_optimizer=want_optimizer,
+        path, args.vocab_size, model, want_optimizer=want_optimizer,
         want_random=not weights_only and not args.no_load_rng, optimizer_flags=_optimizer_flags(args),
         topology=_topology(groups),
     )
     metadata = _metadata(args.use_distributed_optimizer, groups)
     with cuda_means_cpu():
-        weights = model.sharded_state_dict(metadata=metadata)
+        weights = sharded_weights(model)
         wanted: dict[str, Any] = {"model": weights}
         if want_optimizer:
             wanted["optimizer"] = optimizer.sharded_state_dict(weights, is_loading=True, metadata=metadata)
         if want_random:
             wanted["random_states"] = _own_object("random_states", None)
         loaded = dist_checkpointing.load(wanted, str(path))
-        model.load_state_dict(loaded["model"], strict=True)
+        _fill(model, loaded["model"])
         if want_optimizer:
             optimizer.load_state_dict(fill_step_count(optimizer, loaded["optimizer"]))
             scheduler.num_steps = 0  # load_state_dict adds the saved steps to those taken
@@ -201,12 +215,19 @@ def load_weights(
         return found[0]
 
     path = _on_rank_0(choose)
-    _inspect(path, vocab_size, model, groups, want_optimizer=False, want_random=False)
+    _inspect(path, vocab_size, model, want_optimizer=False, want_random=False)
     with cuda_means_cpu():
-        wanted = {"model": model.sharded_state_dict(metadata=_metadata(False, groups))}
-        model.load_state_dict(dist_checkpointing.load(wanted, str(path))["model"], strict=True)
+        _fill(model, dist_checkpointing.load({"model": sharded_weights(model)}, str(path))["model"])
     dist.barrier()
     return path
+
+
+def _fill(model: torch.nn.Module, weights: dict) -> None:
+    """Put loaded weights into the model. Modules may have state of their own beside them (fp8 scales), which is empty."""
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    missing = [name for name in missing if not name.endswith("_extra_state")]
+    if missing or unexpected:
+        raise RuntimeError(f"the loaded weights lack {missing} and have {unexpected} beyond the model's")
 
 
 def find_reference(args: Namespace, reference_checkpoint: str | None, resumed: ResumedRun | None) -> str | None:
@@ -244,7 +265,7 @@ def _choose(args: Namespace) -> tuple[Path, int, bool] | None:
 
 
 def _inspect(
-    path: Path, vocab_size: int, model, groups, *, want_optimizer: bool, want_random: bool,
+    path: Path, vocab_size: int, model, *, want_optimizer: bool, want_random: bool,
     optimizer_flags: dict | None = None, topology: dict | None = None,
 ) -> tuple[dict, bool]:
     """The checkpoint's common values, and whether its random states are this rank's. Collective; changes nothing.
@@ -255,7 +276,7 @@ def _inspect(
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
         with cuda_means_cpu():
-            wanted = model_shapes(model.sharded_state_dict(metadata=_metadata(False, groups)))
+            wanted = model_shapes(sharded_weights(model))
         problem = compare_shapes(path, stored_shapes(path), wanted) or _compare_content(
             path, common, vocab_size, want_optimizer=want_optimizer, want_random=want_random,
             optimizer_flags=optimizer_flags or {},
@@ -311,11 +332,8 @@ def _own_object(key: str, value) -> ShardedObject:
 
 
 def _metadata(distributed_optimizer: bool, groups: ProcessGroupCollection) -> dict:
-    """How Megatron's modules and optimizers lay out their sharded state: each layer under its own name."""
-    metadata = {
-        "singleton_local_shards": False, "non_homogeneous_layers": True, "chained_optim_avoid_prefix": True,
-        "dp_cp_group": groups.dp_cp,
-    }
+    """How Megatron's optimizers lay out their sharded state."""
+    metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, "dp_cp_group": groups.dp_cp}
     if distributed_optimizer:
         metadata |= {
             "distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False

@@ -35,6 +35,7 @@ from megatron.training.initialize import initialize_megatron
 
 from longstraw.patches.device import cuda_available, cuda_means_cpu, install_cpu_device_layer
 from longstraw.patches.process_groups import initialize_groups
+from megatron.grpo.quiet_logs import quiet_logs
 
 _held_folders: list[io.IOBase] = []
 
@@ -55,25 +56,13 @@ def initialize(args: Namespace) -> ProcessGroupCollection:
         tensor_parallel=args.tensor_model_parallel_size, context_parallel=args.context_parallel_size
     )
     if args.logging_level is None:
-        quiet_megatron()
+        quiet_logs()
+        logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # says at each start that it is there
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron announces each of its globals
         set_global_variables(args, build_tokenizer=False)
         initialize_megatron(allow_no_cuda=True, skip_mpu_initialization=True)
     seed_everything(args.seed)
     return groups
-
-
-def quiet_megatron() -> None:
-    """Have Megatron's loggers speak of what went wrong only. Its own default tells every bucket and optimizer field."""
-    logging.getLogger("megatron").setLevel(logging.WARNING)
-    always = [
-        "core.models.gpt.gpt_model",  # recommends another model class
-        "core.rerun_state_machine",  # says that it is there
-    ]
-    if not cuda_available():
-        always.append("core.tensor_parallel.random")  # the CPU's generator stands for the GPU's, which it warns of
-    for name in always:
-        logging.getLogger(f"megatron.{name}").setLevel(logging.ERROR)
 
 
 def _join_world(args: Namespace) -> None:

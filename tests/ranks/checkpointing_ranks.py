@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 
+from longstraw.patches.checkpoint_writer import results_in_process
 from longstraw.patches.device import cuda_means_cpu
 from megatron.grpo.checkpointing import find_reference, load_checkpoint, load_weights, save_checkpoint, save_weights
 from megatron.grpo.optimizer import gradients_are_finite, name_nonfinite_gradients, step_optimizer
 from tests.ranks.training_state import TrainingState, assert_same, refused
 from tests.support.ranks import fork_ranks
 
-HYBRID = "--model-preset tiny-qwen3.6 --max-response-length 8"
+HYBRID = "--model-preset tiny-qwen3.6 --max-response-length 8 --num-layers 2 --linear-attention-freq 2"
 DENSE = "--model-preset tiny-llama --max-response-length 8 --num-layers 2"
 
 
@@ -101,7 +102,7 @@ def check_refusals(folder: str) -> None:
 
     refuse(f"{HYBRID} --ffn-hidden-size 384",
            "mlp.linear_fc1.weight is [512, 128] there and [768, 128] here", "more differ")
-    refuse(f"{HYBRID} --num-layers 8", "decoder.layers.4.", "is missing there")
+    refuse(f"{HYBRID} --num-layers 4", "decoder.layers.2.", "is missing there")
     refuse(DENSE, "another model", "missing here")
     refuse(f"{HYBRID} --vocab-size 120", "--vocab-size 128, not 120")
     refuse(f"{HYBRID} --bf16", "without --bf16", "--no-load-optim")
@@ -133,6 +134,9 @@ def check_load_flags(folder: str) -> None:
     with refused("--kl-coefficient", "--reference-checkpoint"):
         find_reference(state.args, None, resumed)
 
+    state, resumed = loaded(f"--load {folder} --finetune --bf16")  # another precision: weights are rounded, no more
+    assert_same(state.whole_weights(), {name: weight.bfloat16() for name, weight in weights.items()})
+
     path = save_weights(f"{folder}-weights", whole.model, whole.groups, vocab_size=128)
     assert path.name == "release"
     state, resumed = loaded(f"--load {folder}-weights")
@@ -148,6 +152,25 @@ def check_load_flags(folder: str) -> None:
         bare = TrainingState(f"{HYBRID} --load {folder}-bare {flags}", cp=2, seed=9)
         with refused(fragment):
             load(bare)
+
+
+def check_converted(folder: str) -> None:
+    """What the converter writes is what --load --finetune reads, and the converter reads what a run saves."""
+    from megatron.grpo.conversion.megatron_checkpoint import load_model_weights, save_model_weights
+
+    for name, flags in (("hybrid", HYBRID), ("dense", DENSE)):
+        first = TrainingState(flags, tp=2, seed=1)
+        with results_in_process():  # these ranks may not start processes
+            save_model_weights(f"{folder}/converted-{name}", first.model, first.preset)
+        second = TrainingState(f"{flags} --load {folder}/converted-{name} --finetune", cp=2, seed=2)
+        assert load(second).iteration == 0
+        assert_same(second.whole_weights(), first.whole_weights())
+        second.train(1, 1)
+        second.args.save = f"{folder}/trained-{name}"
+        save(second, 1)
+        third = TrainingState(flags, tp=2, seed=3)
+        load_model_weights(second.args.save, third.model)
+        assert_same(third.whole_weights(), second.whole_weights())
 
 
 def check_before_the_first_step(folder: str, flags: str) -> None:
@@ -238,6 +261,8 @@ def main(rank: int, ranks: int, arguments: list[str]) -> None:
     passed("refusals")
     check_load_flags(f"{folder}/hybrid")
     passed("load flags")
+    check_converted(folder)
+    passed("converted checkpoints, both ways")
     check_before_the_first_step(f"{folder}/zero", DENSE)
     check_before_the_first_step(f"{folder}/zero-bf16", f"{DENSE} --bf16")
     passed("step 0")

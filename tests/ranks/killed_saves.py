@@ -140,7 +140,7 @@ def main(folder: str) -> None:
         print(f"passed: killed at random {attempt}, step {step}", flush=True)
     assert finish(start(folder, step, saves=1)) == 0
     left = sorted(name for name in os.listdir(folder) if not name.startswith("iter_") or "." in name)
-    assert left == ["latest_checkpointed_iteration.txt", "started"], left
+    assert left == ["latest_checkpointed_iteration.txt", "longstraw_model.json", "started"], left
     print("passed: nothing is left over", flush=True)
 
 

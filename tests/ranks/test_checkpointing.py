@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 @pytest.mark.ranks
 def test_checkpoints_over_two_ranks(tmp_path):
     output = run_on_ranks(HERE / "checkpointing_ranks.py", 2, tmp_path, [str(tmp_path)])
-    assert output.count("passed: ") == 14, output
+    assert output.count("passed: ") == 15, output
 
 
 @pytest.mark.ranks
