@@ -83,10 +83,7 @@ def dense_gradients(model, prompt, responses, weights) -> tuple[float, dict[str,
 
 def engine_gradients(args, model, groups, vocab_size, prompt, responses, weights):
     """Loss and whole (unsharded) gradients of the engine, through DDP and gradient finalization."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    from longstraw.patches.device import cuda_means_cpu
-    from longstraw.patches.finalize_model_grads import finalize_gradients
+    from longstraw.patches.finalize_model_grads import finalize_gradients, wrap_for_gradients
     from longstraw.segments import grow_group
     from longstraw.sweeps import ReplayEngine, SweepConfig
     from megatron.grpo.sharding import unshard_parameter
@@ -96,9 +93,7 @@ def engine_gradients(args, model, groups, vocab_size, prompt, responses, weights
         page_residency=args.page_residency, adjoint_residency=args.adjoint_residency,
         attention_output_residency=args.attention_output_residency, query_rows_at_once=args.query_rows_at_once,
     )
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=args.dtype == "bf16", overlap_grad_reduce=False)
-    with cuda_means_cpu():
-        ddp = DistributedDataParallel(model.config, ddp_config, model, pg_collection=groups)
+    ddp = wrap_for_gradients(model, groups, reduce_in_fp32=args.dtype == "bf16")
     device = next(model.parameters()).device
     engine = ReplayEngine(model, config, vocab_size=vocab_size)
     weights = [weight.to(device) for weight in weights]
@@ -133,13 +128,12 @@ def perturb_weights(model, seed: int) -> None:
 def build_pair(args, groups):
     """The conventional float64 model (every rank, equal weights) and the engine's model with the same weights."""
     from longstraw.patches.device import current_device
-    from longstraw.patches.process_groups import single_rank_groups
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from longstraw.patches.process_groups import seed_model_parallel, single_rank_groups
     from megatron.grpo.model_provider import build_conventional_model, build_model, synchronize_parameters
     from megatron.grpo.sharding import shard_parameter
 
     preset, dtype = get_preset(args.model_preset), DTYPES[args.dtype]
-    model_parallel_cuda_manual_seed(args.seed)
+    seed_model_parallel(args.seed)
     plain_config = preset.transformer_config(use_cpu_initialization=True)
     plain = build_conventional_model(preset, plain_config, single_rank_groups(groups), flash=False)
     config = preset.transformer_config(

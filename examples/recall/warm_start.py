@@ -20,13 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from recall_task import RecallVocabulary, advance_num_facts, make_warm_start_sequence
 
-from longstraw.patches.device import cuda_means_cpu, current_device
-from longstraw.patches.finalize_model_grads import finalize_gradients
-from longstraw.patches.process_groups import initialize_groups
+from longstraw.patches.device import current_device
+from longstraw.patches.finalize_model_grads import finalize_gradients, wrap_for_gradients
+from longstraw.patches.process_groups import initialize_groups, seed_model_parallel
 from longstraw.segments import Segment
 from longstraw.sweeps import ReplayEngine, SweepConfig
 from megatron.grpo.checkpointing import save_weights
@@ -44,12 +42,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of weights and sequences")
     add("--batch", type=int, default=32, help="sequences a step, over all ranks")
     add("--learning-rate", type=float, default=2e-3, help="after a warm-up of 20 steps")
-    add("--first-facts", type=int, default=4, help="facts a sequence at the start")
+    add("--first-facts", type=int, default=1, help="facts a sequence at the start")
     add("--most-facts", type=int, default=16, help="facts a sequence at the end")
     add("--accuracy", type=float, default=0.95, help="at which the facts double, and training ends at the most facts")
     add("--filler", type=float, default=1.0, help="filler words for each token of facts, at most")
-    add("--questions", type=int, default=24, help="questions a sequence")
+    add("--questions", type=int, default=16, help="questions a sequence")
     add("--answer-tokens", type=int, default=1, help="values of each key")
+    add("--vocab-keys", type=int, default=16, help="as for make_data.py")
+    add("--vocab-values", type=int, default=16, help="as for make_data.py")
+    add("--vocab-tokens", type=int, default=48, help="as for make_data.py")
     add("--max-steps", type=int, default=1200, help="give up after this many")
     return parser.parse_args()
 
@@ -80,15 +81,17 @@ def main() -> None:
     args = parse_arguments()
     quiet_logs()
     groups = initialize_groups()
-    model_parallel_cuda_manual_seed(args.seed)
+    seed_model_parallel(args.seed)
     torch.manual_seed(args.seed)
-    preset, vocabulary = get_preset(args.model_preset), RecallVocabulary()
+    preset = get_preset(args.model_preset)
+    vocabulary = RecallVocabulary(
+        num_keys=args.vocab_keys, num_values=args.vocab_values, num_tokens=args.vocab_tokens
+    )
     config = preset.transformer_config(use_cpu_initialization=True)
     padded = pad_vocab_size(preset.vocab_size, 128, 1)
     model = build_model(preset, config, groups, padded_vocab_size=padded).to(current_device())
     synchronize_parameters(model, dist.group.WORLD)
-    with cuda_means_cpu():
-        ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), model, pg_collection=groups)
+    ddp = wrap_for_gradients(model, groups)
     engine = ReplayEngine(model, SweepConfig(response_block_size=1 << 20), vocab_size=preset.vocab_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     ranks, rng = dist.get_world_size(), Random(f"warm_start/{args.seed}/{dist.get_rank()}")

@@ -11,11 +11,23 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from longstraw.adapters.base import LayerAdapter
 from longstraw.patches.device import cuda_means_cpu
+
+
+def wrap_for_gradients(
+    model: torch.nn.Module, groups: ProcessGroupCollection, *, reduce_in_fp32: bool = False
+) -> DistributedDataParallel:
+    """Megatron's DDP around a model, for programs without its command line: `main_grad` buffers, summed once.
+
+    reduce_in_fp32: accumulate and reduce in float32 also where the weights are narrower.
+    """
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=reduce_in_fp32, overlap_grad_reduce=False)
+    with cuda_means_cpu():
+        return DistributedDataParallel(model.config, config, model, pg_collection=groups)
 
 
 def finalize_gradients(ddp_model, adapters: Sequence[LayerAdapter], groups: ProcessGroupCollection) -> None:

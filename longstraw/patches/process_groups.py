@@ -43,3 +43,11 @@ def single_rank_groups(groups: ProcessGroupCollection) -> ProcessGroupCollection
         own = group if rank == dist.get_rank() else own
     alone.tp = alone.cp = alone.dp = alone.dp_cp = own
     return alone
+
+
+def seed_model_parallel(seed: int) -> None:
+    """Seed Megatron's own generators, from which weights are drawn; tensor-parallel ranks get different ones."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    with cuda_means_cpu():
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -114,7 +114,7 @@ _TINY_QWEN36 = ModelPreset(
     name="tiny-qwen3.6",
     num_layers=4, hidden_size=128, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=2, kv_channels=32,
     vocab_size=128, max_position_embeddings=65_536, rotary_base=10_000_000, rotary_percent=0.25, qk_layernorm=True,
-    zero_centered_norm=True, attention_output_gate=True, init_method_std=0.02,
+    zero_centered_norm=True, attention_output_gate=True, init_method_std=0.1,
     linear_attention_freq=4, linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=4,
     linear_num_value_heads=8, linear_conv_kernel_dim=4,
 )
