@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# Saving a distributed checkpoint starts a helper process that imports this file again: what is heavy is imported inside.
+# What is heavy is imported where it is needed: bad input is refused at once.
 
 DTYPES = {"bf16": "bfloat16", "float32": "float32"}
 UNITS = {"MB": 10**6, "GB": 10**9}
@@ -42,6 +42,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-shard-size", default="5GB", help="largest safetensors file of an export, e.g. 500MB or 5GB")
     add("--tokenizer-path", metavar="HFDIR", help="where an export takes tokenizer, chat template and token ids from; "
         "default: what --hf-to-megatron kept beside the checkpoint")  # fmt: skip
+    add("--ckpt-step", type=int, help="step of a training run's checkpoint to export; default: the latest")
     add("--model-preset", help="architecture of a checkpoint that has no longstraw_model.json")
     add("--ignore-config-keys", default="", metavar="A,B", help="unknown keys of config.json that change nothing")
     add("--json", metavar="PATH", help="also write the report as JSON; - is standard output")
@@ -117,7 +118,7 @@ def export_megatron(args) -> dict:
     from megatron.grpo.conversion.hf_reader import read_config
     from megatron.grpo.presets import get_preset
 
-    iteration = find_iteration(args.load)
+    iteration = find_iteration(args.load, args.ckpt_step)
     preset = get_preset(args.model_preset) if args.model_preset else read_preset(args.load)
     kept = Path(args.tokenizer_path or Path(args.load) / HF_FOLDER)
     if args.tokenizer_path and not kept.is_dir():
@@ -132,8 +133,8 @@ def export_megatron(args) -> dict:
 
     model = build_blank_model(preset, start_groups(), dtype=pick_dtype(args) or torch.float32)
     if args.dtype is None:
-        adopt_checkpoint_dtypes(args.load, model)
-    load_model_weights(args.load, model, preset)
+        adopt_checkpoint_dtypes(args.load, model, step=args.ckpt_step)
+    load_model_weights(args.load, model, preset, step=args.ckpt_step)
     files, total = plan_export(model, preset, args.max_shard_bytes)
     report = {"iteration": iteration.name, "preset": asdict(preset), "tensors": len(files), "bytes": total}
     if args.check:

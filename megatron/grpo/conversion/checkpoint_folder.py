@@ -1,9 +1,11 @@
-"""The folder of a Megatron checkpoint: which iteration is its newest, which model it is of, what stands beside it.
+"""The folder of a converted checkpoint: which model it is of, what stands beside its weights, which iteration is read.
 
     DIR/longstraw_model.json                  the preset
-    DIR/iter_0000000/                         weights (torch_dist): any TP size reads them
+    DIR/release/                              weights (torch_dist): any TP size reads them
     DIR/huggingface/                          config.json and tokenizer of the HF folder it was converted from, if any
     DIR/latest_checkpointed_iteration.txt     written last: without it DIR is not a checkpoint
+
+A training run's folder has iter_0000010/ and the like instead of release/ (see `megatron.grpo.checkpoint_folders`).
 
 Left out: what is in an iteration's folder (see `megatron_checkpoint`). Nothing here needs Megatron.
 """
@@ -13,24 +15,21 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron.grpo.checkpoint_folders import TRACKER, find_checkpoint
 from megatron.grpo.conversion.hf_writer import copy_tokenizer, write_json
 from megatron.grpo.presets import ModelPreset
 
 PRESET_FILE = "longstraw_model.json"
-TRACKER = "latest_checkpointed_iteration.txt"
 HF_FOLDER = "huggingface"
 
 
-def find_iteration(folder: str | Path) -> Path:
-    """The folder of a checkpoint's newest complete iteration. Raises ValueError where there is none."""
-    folder = Path(folder)
-    if not (folder / TRACKER).is_file():
+def find_iteration(folder: str | Path, step: int | None = None) -> Path:
+    """The folder of a checkpoint's latest iteration, or of `step`'s. Raises ValueError where it is not there."""
+    found = find_checkpoint(folder, step)
+    if found is None:
         raise ValueError(f"--load {folder} is not a Megatron checkpoint: it has no {TRACKER}")
-    newest = (folder / TRACKER).read_text().strip()
-    if newest != "release" and not newest.isdigit():
-        raise ValueError(f"{folder / TRACKER} holds {newest!r}, neither an iteration nor 'release'")
-    path = folder / (newest if newest == "release" else f"iter_{int(newest):07d}")
-    if not (path / "metadata.json").is_file() or not (path / ".metadata").is_file():
+    path, _ = found
+    if not (path / ".metadata").is_file():
         raise ValueError(f"{path} is not a distributed checkpoint (torch_dist), the one format that is read")
     return path
 

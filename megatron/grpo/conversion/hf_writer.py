@@ -94,10 +94,16 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def make_empty_folder(folder: str | Path) -> Path:
+def make_empty_folder(folder: str | Path, flag: str = "--save") -> Path:
     """The folder, made if need be. Raises ValueError where something is in it: nothing is overwritten."""
+    path = require_empty_folder(folder, flag)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def require_empty_folder(folder: str | Path, flag: str = "--save") -> Path:
+    """The folder, empty or not there yet. Raises ValueError, naming the flag, where something is in it."""
     path = Path(folder)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"--save {path} exists and is not an empty folder; nothing is overwritten")
-    path.mkdir(parents=True, exist_ok=True)
+        raise ValueError(f"{flag} {path} exists and is not an empty folder; nothing is overwritten")
     return path

@@ -1,6 +1,6 @@
 """A model's weights as Megatron's distributed checkpoint, with the architecture beside it.
 
-`checkpoint_folder` says what the folder looks like; `--load DIR --finetune` of the training program starts from one.
+`checkpoint_folder` says what the folder looks like; `--load DIR` of the training program starts from one.
 
 Left out: optimizer, schedule and random states, which are `megatron.grpo.checkpointing`'s.
 """
@@ -14,46 +14,51 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories
 from megatron.core.models.gpt import GPTModel
 
+from longstraw.patches.checkpoint_writer import results_in_process
 from longstraw.patches.device import cuda_means_cpu
-from megatron.grpo.conversion.checkpoint_folder import TRACKER, find_iteration, read_preset, write_preset
+from megatron.grpo.checkpoint_folders import RELEASE, commit_partial, open_partial, read_tracker
+from megatron.grpo.conversion.checkpoint_folder import find_iteration, read_preset, write_preset
 from megatron.grpo.conversion.hf_reader import list_names
 from megatron.grpo.presets import ModelPreset
 
 
 def save_model_weights(folder: str | Path, model: GPTModel, preset: ModelPreset) -> Path:
-    """Write a model's weights as iteration 0 under `folder`, each tensor in its own dtype; returns the iteration's folder.
+    """Write a model's weights under `folder` as its `release` checkpoint, each tensor in its own dtype; returns its path.
 
+    A training run that loads a release checkpoint takes its weights and starts at step 0.
     Collective over all ranks; the tracker file is written last. Raises ValueError where the folder holds a checkpoint.
     """
     folder = Path(folder)
-    if (folder / TRACKER).exists():
+    if read_tracker(folder) is not None:
         raise ValueError(f"--save {folder} holds a checkpoint already; nothing is overwritten")
-    target = folder / "iter_0000000"
     weights = sharded_weights(model)
     _check_one_dtype_per_key(weights)
     dist.barrier()  # every rank has looked before the first writes
+    opened = [str(open_partial(folder, RELEASE)) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(opened, src=0)
+    state = {"checkpoint_version": 3.0, "iteration": 0, "vocab_size": preset.vocab_size, "model": weights}
+    with cuda_means_cpu(), results_in_process():
+        dist_checkpointing.save(state, opened[0], async_strategy="mcore")
+    dist.barrier()
     if dist.get_rank() == 0:
-        target.mkdir(parents=True, exist_ok=True)
         write_preset(folder, preset)
+        commit_partial(Path(opened[0]), folder, RELEASE)
     dist.barrier()
-    state = {"checkpoint_version": 3.0, "iteration": 0, "model": weights}
-    with cuda_means_cpu():
-        dist_checkpointing.save(state, str(target))
-    if dist.get_rank() == 0:
-        (folder / TRACKER).write_text("0")
-    dist.barrier()
-    return target
+    return folder / RELEASE
 
 
 @torch.no_grad()
-def load_model_weights(folder: str | Path, model: GPTModel, preset: ModelPreset | None = None) -> None:
+def load_model_weights(
+    folder: str | Path, model: GPTModel, preset: ModelPreset | None = None, *, step: int | None = None
+) -> None:
     """Fill a model, at its own TP size, vocabulary padding and dtypes, with the weights of a checkpoint.
 
-    folder: as `save_model_weights` or a training run writes it; its newest iteration is read, weights only. Padding of
-    the vocabulary is set to zero. preset: the model's, where the folder does not say it. Collective over all ranks.
+    folder: as `save_model_weights` or a training run writes it, weights only; step: of which iteration, the latest by
+    default. Padding of the vocabulary is set to zero. preset: the model's, where the folder does not say it.
+    Collective over all ranks.
     Raises ValueError where there is no checkpoint, or its model has other parameters or shapes.
     """
-    path, state = find_iteration(folder), sharded_weights(model)
+    path, state = find_iteration(folder, step), sharded_weights(model)
     preset = preset or read_preset(folder)
     stored = _check_keys(path, state)
     apply_factories(state)
@@ -78,9 +83,9 @@ def sharded_weights(model: GPTModel) -> dict:
     return {key: value for key, value in state.items() if isinstance(value, (ShardedTensor, ShardedTensorFactory))}
 
 
-def adopt_checkpoint_dtypes(folder: str | Path, model: GPTModel) -> None:
+def adopt_checkpoint_dtypes(folder: str | Path, model: GPTModel, *, step: int | None = None) -> None:
     """Give every parameter of a blank model the dtype that it has in a checkpoint."""
-    path, state = find_iteration(folder), sharded_weights(model)
+    path, state = find_iteration(folder, step), sharded_weights(model)
     stored = _check_keys(path, state)
     for name, parameter in model.named_parameters():
         parameter.data = torch.empty_like(parameter, dtype=stored[_parts_of(state[name].key, stored)[0]].dtype)

@@ -17,7 +17,8 @@ from conversion_models import (
 
 from megatron.grpo.conversion.architecture import preset_from_hf_config
 from megatron.grpo.conversion.build import build_blank_model
-from megatron.grpo.conversion.checkpoint_folder import TRACKER, find_iteration, read_preset
+from megatron.grpo.checkpoint_folders import TRACKER
+from megatron.grpo.conversion.checkpoint_folder import find_iteration, read_preset
 from megatron.grpo.conversion.hf_reader import HFReader
 from megatron.grpo.conversion.megatron_checkpoint import load_model_weights, save_model_weights
 from megatron.grpo.conversion.weights import export_weights, hf_tensors, import_weights
@@ -137,11 +138,12 @@ def test_a_half_written_checkpoint_is_none(groups, tmp_path):
     run_tool("--hf-to-megatron", "--load", tmp_path / "hf", "--save", tmp_path / "megatron")
     with pytest.raises(ValueError, match="nothing is overwritten"):
         run_tool("--hf-to-megatron", "--load", tmp_path / "hf", "--save", tmp_path / "megatron")
+    assert find_iteration(tmp_path / "megatron").name == "release"
     (tmp_path / "megatron" / TRACKER).write_text("7")
-    with pytest.raises(ValueError, match="iter_0000007 is not a distributed checkpoint"):
+    with pytest.raises(ValueError, match="iter_0000007, which is missing or incomplete"):
         find_iteration(tmp_path / "megatron")
     (tmp_path / "megatron" / TRACKER).write_text("soon")
-    with pytest.raises(ValueError, match="neither an iteration nor 'release'"):
+    with pytest.raises(ValueError, match="holds 'soon', not the number of a step"):
         find_iteration(tmp_path / "megatron")
     (tmp_path / "megatron" / TRACKER).unlink()
     with pytest.raises(ValueError, match=f"it has no {TRACKER}"):
