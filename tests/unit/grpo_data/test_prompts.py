@@ -146,6 +146,8 @@ def test_the_fingerprint_changes_with_what_is_trained_on(tmp_path, word_tokenize
         [rows[0], rows[1] | {"prompt": "w5"}],
         [{"prompt": "w1", "answer": "w3"}, {"prompt": "w2 w4", "answer": "w5"}],
     ]
+    # The same bytes in a row, cut into prompts differently.
+    assert fingerprint([{"prompt": "w1", "answer": ""}, rows[1]]) != fingerprint([{"prompt": "w1 w4", "answer": "w5"}])
     assert fingerprint(rows) == fingerprint(rows)
     assert len({fingerprint(rows), *map(fingerprint, changed)}) == 1 + len(changed)
     assert fingerprint(rows, apply_chat_template=True) != fingerprint(rows)

@@ -68,6 +68,8 @@ def test_exact_match(response, answer, value):
         ("Answer: 35", "34", 0.0),
         (r"$x = \frac{2}{4}$", r"$\frac12$", 1.0),
         (r"\boxed{\sqrt{8}}", r"\boxed{2\sqrt{2}}", 1.0),
+        (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1.0),  # bare LaTeX, which parses as 2 unless it is delimited
+        ("It is 2.", r"2\sqrt{2}", 0.0),
         ("I do not know", "34", 0.0),
         ("", "34", 0.0),
     ],
