@@ -45,7 +45,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--group-size", type=int, default=8, help="responses")
     add("--chunk-size", type=int, default=1024, help="tokens of the prompt per chunk")
     add("--block-size", type=int, default=1024, help="tokens of a response per block")
-    add("--responses-per-replay", type=int, default=2, help="responses that share a forward and a backward")
+    add("--responses-per-replay", type=int, default=4, help="responses that share a forward and a backward")
     add("--attention-output-residency", choices=("none", "host", "device"), default="host",
         help="where the forward sweep's attention outputs are kept; none recomputes them")  # fmt: skip
     add("--page-residency", choices=("device", "host"), default="device", help="as in training")

@@ -143,13 +143,12 @@ class LongStrawUpdate:
 
         responses = batch.responses[members]
         inputs = torch.cat([batch.prompt[:, -1:].expand(len(responses), 1), responses[:, :-1]], 1)
-        segment = Segment("responses", inputs, responses)
-        own, old_logprobs = self.engine.forward_sweep(segment, state)
         advantages, weights = batch.advantages[members], batch.weights[members]
-        segment.loss = lambda logprobs, columns: weighted_loss(
-            logprobs, old_logprobs[:, columns], advantages, weights[:, columns]
-        )
-        self.engine.reverse_sweep(segment, own)
+
+        def make_loss(old):
+            return lambda logprobs, columns: weighted_loss(logprobs, old[:, columns], advantages, weights[:, columns])
+
+        self.engine.score_and_replay(Segment("responses", inputs, responses), state, make_loss)
 
     def accumulate_prompt_only(self, batch: Batch) -> None:
         """The prompt's share alone: its forward, its recomputation and its backward, from adjoints of ones."""

@@ -11,6 +11,7 @@ the backward would not match.
 Left out: rewards, old log-probabilities, the optimizer (see `longstraw.transaction`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +26,7 @@ from longstraw.patches.device import current_device
 from longstraw.prompt_state.kept import KeptResidency
 from longstraw.prompt_state.ledger import Ledger
 from longstraw.prompt_state.residency import Residency, Staging
-from longstraw.segments import Segment, SegmentState, cut_columns, own_columns
+from longstraw.segments import BlockLoss, Segment, SegmentState, cut_columns, own_columns
 
 Semantics = Literal["exact", "response_only"]
 
@@ -173,11 +174,42 @@ class ReplayEngine:
             total += self._reverse_block(segment, state, block)
         return total
 
+    def score_and_replay(
+        self, segment: Segment, parent: SegmentState | None, make_loss: Callable[[torch.Tensor], BlockLoss]
+    ) -> float:
+        """Forward sweep and reverse sweep of a segment without children, where its loss needs its own log-probabilities.
+
+        make_loss: gets them, [B, S] without gradient and equal on every rank, and returns the loss of a block. The last
+        block is run once, not twice: its graph is kept while the loss is made. Returns this rank's share of the loss.
+        """
+        state, logprobs = self.open_segment(segment, parent), []
+        last = len(state.plan) - 1
+        for block in range(last):
+            own = self._logprobs(segment, state, block, self.run_forward(segment, state, block)).detach()
+            logprobs.append(gather_tokens(own, state.plan[block]))
+        hidden, runs = self._run_block(segment, state, last, replay=True)
+        own = self._logprobs(segment, state, last, hidden)
+        logprobs.append(gather_tokens(own, state.plan[last]))
+        segment.loss = make_loss(torch.cat(logprobs, 1))
+        if last:
+            self.prepare_adjoints(state)
+        total = self._differentiate_block(segment, state, last, runs, own)
+        del hidden, runs, own
+        for block in reversed(range(last)):
+            total += self._reverse_block(segment, state, block)
+        return total
+
     def _reverse_block(self, segment: Segment, state: SegmentState, block: int) -> float:
         hidden, runs = self._run_block(segment, state, block, replay=True)
+        logprobs = None if segment.loss is None else self._logprobs(segment, state, block, hidden)
+        return self._differentiate_block(segment, state, block, runs, logprobs)
+
+    def _differentiate_block(
+        self, segment: Segment, state: SegmentState, block: int, runs: dict[int, LayerRun], logprobs: torch.Tensor | None
+    ) -> float:
+        """The one backward of a block whose graph is there; its adjoints go on to what came before."""
         tensors, grads, loss = [], [], None
-        if segment.loss is not None:
-            logprobs = self._logprobs(segment, state, block, hidden)
+        if logprobs is not None:
             loss = segment.loss(logprobs, own_columns(state, block))
             tensors.append(loss)
             grads.append(torch.ones_like(loss))

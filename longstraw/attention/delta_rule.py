@@ -18,6 +18,8 @@ D_ij = exp(G_i - G_j) for i >= j else 0, and per chunk n with start state S_n:
 B batch, T tokens, H value heads, K key dim, V value dim, C chunk, N chunks; in chunked tensors J = B x H.
 """
 
+import math
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -43,7 +45,7 @@ def naive_delta_rule(
 
 def chunked_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    initial_state: torch.Tensor, chunk_size: int = 64,
+    initial_state: torch.Tensor, chunk_size: int = 32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as `naive_delta_rule`, a chunk of tokens at a time; differentiable in every input, the state included."""
     dtype, (batch, tokens, heads) = v.dtype, v.shape[:3]
@@ -61,16 +63,17 @@ class _ChunkedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, G, beta, state):
         M, A, _ = _couple_tokens(q, k, G, beta)
-        right = torch.cat([v * beta, k * (beta * G.exp())], -1)
+        decay, to_end, end = _decays(G)
+        right = torch.cat([v * beta, k * (beta * decay)], -1)
         solved = torch.linalg.solve_triangular(M, right, upper=False, unitriangular=True)
         U, W = solved.split([v.shape[-1], k.shape[-1]], -1)
-        k_end, end = (k * (G[:, :, -1:] - G).exp()).transpose(-1, -2), G[:, :, -1:].exp()
+        k_end = (k * to_end).transpose(-1, -2)
         states, X = state.new_empty(len(q) + 1, *state.shape), torch.empty_like(v)
         states[0] = state
         for n in range(len(q)):
             torch.baddbmm(U[n], W[n], states[n], alpha=-1, out=X[n])
             torch.baddbmm(states[n] * end[n], k_end[n], X[n], out=states[n + 1])
-        o = (q * G.exp()) @ states[:-1]
+        o = (q * decay) @ states[:-1]
         o += A @ X
         ctx.save_for_backward(q, k, v, G, beta, solved, states, X)
         return o, states[-1].clone()
@@ -81,7 +84,7 @@ class _ChunkedDeltaRule(torch.autograd.Function):
         q, k, v, G, beta, solved, states, X = ctx.saved_tensors
         M, A, D = _couple_tokens(q, k, G, beta)
         U, W = solved.split([v.shape[-1], k.shape[-1]], -1)
-        decay, to_end, end = G.exp(), (G[:, :, -1:] - G).exp(), G[:, :, -1:].exp()
+        decay, to_end, end = _decays(G)
         k_end, Wt = k * to_end, W.transpose(-1, -2)
         # back over the chunks: dX, and dS, the gradient of the state that each chunk leaves
         dX = A.transpose(-1, -2) @ do
@@ -116,10 +119,22 @@ class _ChunkedDeltaRule(torch.autograd.Function):
 def _couple_tokens(q, k, G, beta):
     """M, A and D of a chunk, each [N, J, C, C]; masked before exp, which would overflow above the diagonal."""
     above = torch.ones(k.shape[-2], k.shape[-2], dtype=torch.bool, device=k.device).triu(1)
-    D = (G - G.transpose(-1, -2)).masked_fill_(above, -torch.inf).exp_()
+    D = _exp_in_range((G - G.transpose(-1, -2)).masked_fill_(above, 0.0)).tril_()
     kt = k.transpose(-1, -2)
     M = ((k * beta) @ kt).mul_(D).tril_(-1)  # + identity, which unitriangular implies
     return M, (q @ kt).mul_(D), D
+
+
+def _decays(G):
+    """The decay from the chunk's start to each token, from each token to its end [N, J, C, 1], and over all of it."""
+    end = G[:, :, -1:]
+    return _exp_in_range(G.clone()), _exp_in_range(end - G), _exp_in_range(end.clone())
+
+
+def _exp_in_range(x: torch.Tensor) -> torch.Tensor:
+    """exp, in place; what would be below the dtype's smallest normal number is that number, since a CPU computes
+    infinities, zeros and subnormal numbers many times slower than the rest."""
+    return x.clamp_(min=math.log(torch.finfo(x.dtype).tiny)).exp_()
 
 
 def _widen(*tensors: torch.Tensor) -> list[torch.Tensor]:
