@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.step import RUNS, _collect, compute_ratios, parse_arguments  # noqa: E402
+from tools.local_ranks import run_ranks  # noqa: E402
 
 SIZES = "--prompt-length 40 --response-length 7 --group-size 3 --chunk-size 16 --block-size 4 --repeat 1".split()
 
@@ -59,32 +60,10 @@ def test_two_ranks_one_run_to_standard_output():
     assert report["runs"]["exact"]["peak_bytes"] > 0 and "seconds" not in report["runs"]["exact"]
 
 
-def test_the_update_moves_the_same_gradients_as_the_conventional_one():
-    """The benchmark compares equal work: the exact run's gradients are the conventional run's."""
-    code = """
-import sys, torch, torch.distributed as dist
-sys.path.insert(0, sys.argv[1])
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-import longstraw.patches.process_groups as process_groups
-groups = process_groups.initialize_groups()
-process_groups.initialize_groups = lambda **sizes: groups
-from benchmarks.step import build_update, parse_arguments
-from benchmarks.updates import draw_batch
-from longstraw.patches.float64 import lift_float64
-args = parse_arguments("--dtype float64 --chunk-size 16 --block-size 4 --responses-per-replay 2".split())
-found = []
-with lift_float64():
-    for run in ("conventional", "checkpointed", "exact"):
-        update, model = build_update(args, run)
-        batch = draw_batch(40, 7, 3, 128, 1, "cpu")
-        update.accumulate(batch)
-        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-for other in found[1:]:
-    error = (other - found[0]).norm() / found[0].norm()
-    assert error < 1e-12, error
-assert found[0].norm() > 1e-6
-"""
-    subprocess.run([sys.executable, "-c", code, str(ROOT)], check=True, timeout=280)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ranks)])
+def test_the_runs_compute_the_same_gradient(ranks):
+    """Equal work is compared: the exact run's gradient is the conventional one's, which no one scored or cut."""
+    assert run_ranks(str(Path(__file__).with_name("equal_gradients.py")), [str(ranks)], ranks) == 0
 
 
 def test_a_killed_child_is_an_error_in_the_report(tmp_path):
