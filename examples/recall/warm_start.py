@@ -48,6 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--accuracy", type=float, default=0.9, help="at which the facts double, and training ends at the most facts")
     add("--filler", type=float, default=3.0, help="filler words for each token of facts, at most")
     add("--questions", type=int, default=16, help="questions a sequence")
+    add("--hesitations", type=int, default=10, help="of these answers begin with a filler word, which no verifier takes")
     add("--answer-tokens", type=int, default=1, help="values of each key")
     add("--vocab-keys", type=int, default=16, help="as for make_data.py")
     add("--vocab-values", type=int, default=16, help="as for make_data.py")
@@ -74,6 +75,7 @@ class Batch:
     def __init__(self, sequences, ranks: int):
         ids = torch.tensor([s.token_ids for s in sequences], device=current_device())
         self.mask = torch.tensor([s.loss_mask for s in sequences], device=ids.device)[:, 1:]
+        self.settled = torch.tensor([s.settled_mask for s in sequences], device=ids.device)[:, 1:]
         self.correct = torch.zeros((), device=ids.device)
         self._count = self.mask.sum() * ranks
         self.segment = Segment("warm_start", ids[:, :-1], ids[:, 1:], self.loss)
@@ -81,12 +83,12 @@ class Batch:
     def loss(self, logprobs: torch.Tensor, columns: slice) -> torch.Tensor:
         """Cross entropy of the answers, and how many of them have more than half of the probability."""
         mask = self.mask[:, columns]
-        self.correct += ((logprobs.detach() > -0.693) & (mask > 0)).sum()
+        self.correct += ((logprobs.detach() > -0.693) & (self.settled[:, columns] > 0)).sum()
         return -(logprobs * mask).sum() / self._count
 
     def accuracy(self) -> torch.Tensor:
-        """Fraction of answer tokens that the model holds likelier than not, on this rank."""
-        return self.correct / self.mask.sum()
+        """Fraction of the settled answer tokens that the model holds likelier than not, on this rank."""
+        return self.correct / self.settled.sum()
 
 
 def main() -> None:
@@ -117,7 +119,7 @@ def main() -> None:
             [
                 make_warm_start_sequence(
                     rng, vocabulary, num_facts=num_facts, context_tokens=context, num_questions=args.questions,
-                    answer_tokens=args.answer_tokens,
+                    answer_tokens=args.answer_tokens, num_hesitations=args.hesitations,
                 )
                 for _ in range(args.batch // ranks)
             ],

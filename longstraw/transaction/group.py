@@ -58,31 +58,29 @@ def split_logprobs(group: PromptGroup, indices: list[int], logprobs: torch.Tenso
 class GroupLoss:
     """The loss of a batch of responses, block by block, and its running statistics.
 
-    weights: for each response its [T] weights of the whole step (`compute_loss_weights`); padding has none.
+    weights: for each of the group's responses its [T] weights of the whole step (`compute_loss_weights`); padding has
+    none. old, current: [T] of each response of the batch, when it was sampled and under the present weights; sequence-level
+    importance needs `current`.
     """
 
     def __init__(
-        self, group: PromptGroup, indices: list[int], weights: list[torch.Tensor], config: ObjectiveConfig, width: int
+        self, group: PromptGroup, indices: list[int], weights: list[torch.Tensor], config: ObjectiveConfig, width: int, *,
+        old: list[torch.Tensor], current: list[torch.Tensor] | None = None,
     ):
         self._group, self._indices, self._config = group, indices, config
         self.statistics: LossStatistics | None = None
         self._weights = self._pad([weights[i] for i in indices], width)
-        self._old = self._pad([group.old_logprobs[i] for i in indices], width)
+        self._old = self._pad(old, width)
         refs = group.ref_logprobs
         self._ref = None if refs is None else self._pad([refs[i] for i in indices], width)
-        self._sequence_log_ratios: list[torch.Tensor] | None = None
+        self._sequence_log_ratios = None
+        if config.importance_level == "sequence":
+            masks = [weights[i].to(group.prompt.device) != 0 for i in indices]
+            self._sequence_log_ratios = [sequence_log_ratio(*three) for three in zip(current, old, masks)]
 
     def _pad(self, rows: list[torch.Tensor], width: int) -> torch.Tensor:
         device = self._group.prompt.device
         return torch.stack([torch.nn.functional.pad(row.to(device), (0, width - row.shape[0])) for row in rows])
-
-    def set_current_logprobs(self, current: list[torch.Tensor]) -> None:
-        """Whole-response log-probabilities [T] under the present weights; sequence-level importance needs them."""
-        masks = [self._group.loss_masks()[i].to(self._group.prompt.device) for i in self._indices]
-        self._sequence_log_ratios = [
-            sequence_log_ratio(now, self._group.old_logprobs[i], mask)
-            for now, i, mask in zip(current, self._indices, masks)
-        ]
 
     def __call__(self, logprobs: torch.Tensor, columns: slice) -> torch.Tensor:
         """Sum of weighted token losses of a block (`longstraw.segments.BlockLoss`)."""
@@ -90,13 +88,11 @@ class GroupLoss:
         for row, index in enumerate(self._indices):
             weight = self._weights[row, columns].to(logprobs.dtype)
             mask = weight != 0
-            ratio = None
-            if self._config.importance_level == "sequence":
-                ratio = self._sequence_log_ratios[row]
+            ratios = self._sequence_log_ratios
             losses = token_policy_loss(
                 logprobs[row], self._old[row, columns], self._group.advantages[index], config=self._config,
                 loss_mask=mask, ref_logprobs=None if self._ref is None else self._ref[row, columns],
-                sequence_log_ratio=ratio,
+                sequence_log_ratio=None if ratios is None else ratios[row],
             )
             total = total + (weight * losses.loss).sum()
             statistics = loss_statistics(losses, mask)

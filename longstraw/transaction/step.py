@@ -77,9 +77,11 @@ class Step:
         return all_reduce_loss_counts(count_loss_terms(masks), self.dp, device=device)
 
     def replay(self, groups: list[PromptGroup], counts) -> ReplayResult:
-        """Phase 4: every group's exact gradient. Needs advantages; scores old log-probabilities where they are missing.
+        """Phase 4: every group's exact gradient. Needs advantages.
 
         counts: of the whole step, from `count_terms`. Each group's state is captured where it is not alive, and used up.
+        Old log-probabilities that are missing are those of the replay itself: the weights that sampled are the present
+        ones, and the ratio is exactly 1.
         """
         loss, statistics = 0.0, None
         for group in groups:
@@ -87,32 +89,38 @@ class Step:
             if group.state is None:
                 self.check_stop()
                 group.state = self.capture(group.prompt)
-            if group.old_logprobs is None:
-                group.old_logprobs = self.score(group)
-                current = group.old_logprobs
-            else:
-                current = self.score(group) if self.objective.importance_level == "sequence" else None
-            part, found = self._replay_group(group, weights, current)
+            part, found = self._replay_group(group, weights)
             loss += part
             for item in found:
                 statistics = item if statistics is None else statistics + item
         return ReplayResult(loss, statistics)
 
-    def _replay_group(self, group, weights, current):
+    def _replay_group(self, group: PromptGroup, weights: list[torch.Tensor]) -> tuple[float, list[LossStatistics]]:
         state, loss, found = group.state, 0.0, []
         if not state.constant:
             self.engine.prepare_adjoints(state)
+        scored: dict[int, torch.Tensor] = {}
         for indices, segment in make_batches(group, self.responses_together):
             if not any(group.kept[i] for i in indices):
                 continue
             self.check_stop()
-            group_loss = GroupLoss(group, indices, weights, self.objective, segment.length)
-            if self.objective.importance_level == "sequence":
-                group_loss.set_current_logprobs([current[i] for i in indices])
-            segment.loss = group_loss
-            loss += self.engine.replay(segment, state)
-            if group_loss.statistics is not None:
-                found.append(group_loss.statistics)
+            made: list[GroupLoss] = []
+
+            def make_loss(logprobs: torch.Tensor) -> GroupLoss:
+                current = split_logprobs(group, indices, logprobs)
+                known = group.old_logprobs
+                old = current if known is None else [known[i] for i in indices]
+                scored.update(zip(indices, current))
+                made.append(
+                    GroupLoss(group, indices, weights, self.objective, segment.length, old=old, current=current)
+                )
+                return made[0]
+
+            loss += self.engine.score_and_replay(segment, state, make_loss)
+            if made[0].statistics is not None:
+                found.append(made[0].statistics)
+        if group.old_logprobs is None and len(scored) == len(group.samples):
+            group.old_logprobs = [scored[i] for i in range(len(group.samples))]
         self.check_stop()
         self._note_state()
         if not state.constant:

@@ -5,6 +5,7 @@
 FOLDER holds the data that the test made; every scenario writes below it and asserts on what it finds.
 """
 
+import gc
 import json
 import os
 import signal
@@ -58,6 +59,7 @@ class Runner:
         finally:
             Trainer.train = original
             shut_down()
+            gc.collect()  # a group's threads live until its last reference is gone
         path = self.folder / name / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
