@@ -30,6 +30,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from megatron.grpo.presets import get_preset  # noqa: E402
+
 RUNS = ("conventional", "checkpointed", "exact", "response_only")
 DTYPES = ("float64", "float32", "bf16")
 _RANK = "LONGSTRAW_BENCHMARK_RANK"
@@ -51,6 +53,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--page-residency", choices=("device", "host"), default="device", help="as in training")
     add("--adjoint-residency", choices=("device", "host"), default="device", help="as in training")
     add("--context-parallel-size", type=int, default=1, help="ranks of the two LongStraw runs")
+    add("--delta-rule", choices=("torch", "fused"), default="torch",
+        help="kernel of gated delta net layers, in all runs: ours in torch, or flash-linear-attention's (on a GPU)")  # fmt: skip
     add("--dtype", choices=DTYPES, default="float32", help="of weights and activations")
     add("--runs", default=",".join(RUNS), help="which, comma-separated")
     add("--measure", choices=("both", "time", "memory"), default="both", help="timed updates, the metered one, or both")
@@ -67,6 +71,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
                  "chunk_size", "block_size", "repeat", "threads"):  # fmt: skip
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is at least 1, not {getattr(args, name)}")
+    try:
+        get_preset(args.model_preset)
+    except ValueError as unknown_preset:
+        parser.error(str(unknown_preset))
     if args.prompt_length < 2:
         parser.error("--prompt-length is at least 2: the prompt's last token starts the responses")
     return args
@@ -85,13 +93,14 @@ def build_update(args, run: str):
     from longstraw.patches.process_groups import initialize_groups
     from longstraw.sweeps import ReplayEngine, SweepConfig
     from megatron.grpo.model_provider import build_conventional_model, build_model, synchronize_parameters
-    from megatron.grpo.presets import get_preset
 
     conventional = run in ("conventional", "checkpointed")
     groups = initialize_groups(context_parallel=1 if conventional else args.context_parallel_size)
     model_parallel_cuda_manual_seed(args.seed)
     preset = get_preset(args.model_preset)
     settings = dict(use_cpu_initialization=True, context_parallel_size=groups.cp.size())
+    if args.delta_rule == "fused":
+        settings["deterministic_mode"] = False
     if run == "checkpointed":
         settings |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     config = preset.transformer_config(**settings)
@@ -132,7 +141,6 @@ def measure(args, run: str) -> dict:
     from benchmarks.updates import draw_batch
     from longstraw.memory_meter import StorageMeter, read_peak_rss_bytes
     from longstraw.patches.device import current_device
-    from megatron.grpo.presets import get_preset
 
     update, model = build_update(args, run)
     batch = draw_batch(
@@ -251,7 +259,7 @@ def main() -> int:
     else:
         Path(args.json).write_text(text + "\n")
         print(f"written to {args.json}", file=sys.stderr)
-    return 1 if any("error" in figures for figures in runs.values()) else 0
+    return int(any("error" in figures for figures in runs.values()))
 
 
 if __name__ == "__main__":

@@ -53,8 +53,10 @@ check audit_float32 45 'r["global_relative_error"] <= 2e-5' "${audit[@]}" --dtyp
 check audit_float32_host 45 'r["global_relative_error"] <= 2e-5' "${audit[@]}" --dtype float32 \
     --page-residency host --adjoint-residency host --attention-output-residency host
 check audit_bf16 45 'r["cosine"] >= 0.99' "${audit[@]}" --dtype bf16
+rule=torch
+"$python" -c 'import fla' 2>/dev/null && rule=fused
 check step_bf16 100 'all("error" not in run for run in r["runs"].values())' benchmarks/step.py --dtype bf16 \
-    --prompt-length 8192 --response-length 128 --group-size 8 --chunk-size 2048 --repeat 1 --runs checkpointed,exact
+    --prompt-length 8192 --response-length 128 --group-size 8 --chunk-size 2048 --repeat 1 --runs checkpointed,exact --delta-rule $rule
 
 if [ "$status" -eq 0 ]; then echo "tests/gpu: all passed in $SECONDS s"; else echo "tests/gpu: FAILED ($SECONDS s)"; fi
 exit "$status"
