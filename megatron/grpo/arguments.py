@@ -23,6 +23,7 @@ from dataclasses import fields, replace
 
 import torch
 from megatron.core.msc_utils import MultiStorageClientFeature
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments, validate_args
 
@@ -58,6 +59,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         raise ArgumentErrors([message])
+
+    def print_help(self, file=None):
+        if int(os.environ.get("RANK", 0)) == 0:
+            super().print_help(file)
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -201,7 +206,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
 def _check(args: argparse.Namespace) -> list[str]:
     """What the values refuse, given the machine and the model."""
     preset = resolve_preset(args)
-    found = check_values(args, preset, cuda=cuda_available(), world_size=args.world_size)
+    found = check_values(
+        args, preset, cuda=cuda_available(), fused_adam=not USING_PYTORCH_OPTIMIZER, world_size=args.world_size
+    )
     if not any("parallel-size" in sentence for sentence in found):
         try:
             check_divisible(preset, args)

@@ -178,17 +178,17 @@ def _show(value: object) -> str:
     return " " + " ".join(str(v) for v in value) if isinstance(value, (list, tuple)) else f" {value}"
 
 
-def check_values(args: Namespace, preset: ModelPreset, *, cuda: bool, world_size: int) -> list[str]:
+def check_values(args: Namespace, preset: ModelPreset, *, cuda: bool, fused_adam: bool, world_size: int) -> list[str]:
     """One sentence for each taken flag whose value, or combination with another, cannot be run.
 
     args: the parsed namespace. preset: the architecture with explicit flags applied. cuda: whether a CUDA device is
-    there. world_size: number of ranks.
+    there. fused_adam: whether Megatron's Adam is Transformer Engine's or Apex's. world_size: number of ranks.
     """
     return [
         *_check_training(args),
         *_check_model(args),
         *_check_parallel_sizes(args, preset, world_size),
-        *_check_device(args, cuda),
+        *_check_device(args, cuda, fused_adam),
         *_check_checkpoints(args),
     ]
 
@@ -268,17 +268,19 @@ def _check_parallel_sizes(args: Namespace, preset: ModelPreset, world_size: int)
     return found
 
 
-def _check_device(args: Namespace, cuda: bool) -> list[str]:
+def _check_device(args: Namespace, cuda: bool, fused_adam: bool) -> list[str]:
     found = []
-    if not cuda:
-        if args.use_distributed_optimizer:
-            found.append(
-                "--use-distributed-optimizer needs a GPU: on the CPU a checkpoint of its shards does not reload exactly"
-            )
-        if args.transformer_impl == "transformer_engine":
-            found.append("--transformer-impl transformer_engine needs a GPU: use --transformer-impl local")
-        if args.distributed_backend == "nccl":
-            found.append("--distributed-backend nccl needs a GPU: use --distributed-backend gloo")
+    if args.use_distributed_optimizer and not (cuda and fused_adam):
+        found.append(
+            "--use-distributed-optimizer needs a GPU and the Adam of Transformer Engine or Apex: with torch's, a "
+            "checkpoint of its shards loses the step count"
+        )
+    if cuda:
+        return found
+    if args.transformer_impl == "transformer_engine":
+        found.append("--transformer-impl transformer_engine needs a GPU: use --transformer-impl local")
+    if args.distributed_backend == "nccl":
+        found.append("--distributed-backend nccl needs a GPU: use --distributed-backend gloo")
     return found
 
 
