@@ -80,10 +80,11 @@ def pick_dtype(args):
 def check_hf(args) -> dict:
     """The report of an import, from the folder's headers and, under --check, its every tensor."""
     from megatron.grpo.conversion.architecture import left_out_of_config
-    from megatron.grpo.conversion.plan import plan_import, verify_layouts
+    from megatron.grpo.conversion.plan import check_tensor_parallel, plan_import, verify_layouts
 
     reader, preset = read_source(args)
     with reader:
+        check_tensor_parallel(preset, args.tensor_model_parallel_size)
         maps, report = plan_import(reader, preset, dtype=pick_dtype(args))
         if args.check:
             verify_layouts(reader, maps, dtype=pick_dtype(args))
@@ -99,7 +100,9 @@ def write_megatron(args) -> None:
     from megatron.grpo.conversion.checkpoint_folder import keep_hf_files
     from megatron.grpo.conversion.megatron_checkpoint import save_model_weights
     from megatron.grpo.conversion.weights import import_weights
+    from megatron.grpo.quiet_logs import quiet_logs
 
+    quiet_logs()
     groups = start_groups(tensor_parallel=args.tensor_model_parallel_size)
     reader, preset = read_source(args)
     with reader:
@@ -130,7 +133,9 @@ def export_megatron(args) -> dict:
     from megatron.grpo.conversion.build import build_blank_model, start_groups
     from megatron.grpo.conversion.megatron_checkpoint import adopt_checkpoint_dtypes, load_model_weights
     from megatron.grpo.conversion.weights import export_weights, plan_export
+    from megatron.grpo.quiet_logs import quiet_logs
 
+    quiet_logs()
     model = build_blank_model(preset, start_groups(), dtype=pick_dtype(args) or torch.float32)
     if args.dtype is None:
         adopt_checkpoint_dtypes(args.load, model, step=args.ckpt_step)
@@ -206,12 +211,17 @@ def main() -> int:
     except ValueError as error:
         print(f"convert_checkpoint: {error}", file=sys.stderr)
         return 1
-    finally:
-        if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
-            from megatron.grpo.conversion.build import leave_groups
 
-            leave_groups()
+
+def leave_job() -> None:
+    """Leave the process groups, where the conversion made any."""
+    if "megatron.grpo.conversion.build" in sys.modules:
+        from megatron.grpo.conversion.build import leave_groups
+
+        leave_groups()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    leave_job()
+    sys.exit(code)

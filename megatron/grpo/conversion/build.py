@@ -51,7 +51,7 @@ def build_blank_model(
         use_cpu_initialization=True,
     )  # fmt: skip
     padded = pad_vocab_size(preset.vocab_size, vocab_divisible_by, groups.tp.size())
-    return build_model(preset, config, groups, padded_vocab_size=padded)
+    return build_model(preset, config, groups, padded_vocab_size=padded).cpu()
 
 
 def leave_groups() -> None:

@@ -48,6 +48,19 @@ def plan_import(
     return maps, _report(reader, maps, left_out)
 
 
+def check_tensor_parallel(preset: ModelPreset, size: int) -> None:
+    """Raise ValueError, naming the flag, where a tensor-parallel size does not divide what it has to."""
+    counts = {
+        "query heads": preset.num_attention_heads,
+        "key/value heads": preset.num_query_groups,
+        "gated delta net key heads": preset.linear_num_key_heads or 0,
+        "feed-forward channels": preset.ffn_hidden_size,
+    }
+    for what, count in counts.items():
+        if count % size:
+            raise ValueError(f"--tensor-model-parallel-size {size} does not divide the {count} {what} of {preset.name}")
+
+
 def verify_layouts(reader: HFReader, maps: list[ParameterMap], *, dtype: torch.dtype | None = None) -> None:
     """Read every tensor, make each Megatron parameter, take it apart again and compare every bit with the source.
 

@@ -4,7 +4,7 @@ The model's storage is the only whole copy: an imported tensor replaces a parame
 when its shard is written. Rows of padded vocabulary are zero on import and left out on export. No value is changed
 unless a dtype is asked for.
 
-V true vocabulary, P padded vocabulary.
+Left out: pipeline parallelism; every rank of a TP group holds its part of all layers.
 """
 
 from collections.abc import Iterator

@@ -110,6 +110,19 @@ def test_a_pickle_is_refused(tmp_path):
         HFReader(tmp_path)
 
 
+def test_the_tool_says_in_one_sentence_why_not(tmp_path, monkeypatch, capsys):
+    from tools.convert_checkpoint import main
+
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    arguments = ["--hf-to-megatron", "--load", str(tmp_path), "--save", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", ["convert_checkpoint.py", *arguments])
+    assert main() == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith("convert_checkpoint: ") and "only safetensors are read" in said[0]
+    assert not (tmp_path / "out").exists()
+
+
 def test_folders_that_are_no_checkpoint_are_refused(tmp_path):
     with pytest.raises(ValueError, match="has no config.json"):
         HFReader(tmp_path)

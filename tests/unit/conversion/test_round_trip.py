@@ -78,8 +78,14 @@ def test_transformers_loads_an_export_and_computes_the_same(groups, tmp_path):
 
 def test_a_checkpoint_loads_at_other_padding_and_dtype(groups, tmp_path):
     model = save_mixed("qwen3", tmp_path / "hf", dtype=torch.float32)
-    run_tool("--hf-to-megatron", "--load", tmp_path / "hf", "--save", tmp_path / "megatron")
-    preset = read_preset(tmp_path / "megatron")
+    with HFReader(tmp_path / "hf") as reader:
+        preset = preset_from_hf_config(reader.config)
+        converted = build_blank_model(preset, groups, dtype=torch.float32)
+        import_weights(converted, reader, preset)
+    for weight in (converted.output_layer.weight, converted.embedding.word_embeddings.weight):
+        assert not weight[VOCABULARY:].any()
+        weight.data[VOCABULARY:] = 1.0  # as training may leave them
+    save_model_weights(tmp_path / "megatron", converted, preset)
     for divisible_by, dtype in ((128, torch.bfloat16), (7, torch.float32), (300, torch.float32)):
         other = build_blank_model(preset, groups, dtype=dtype, vocab_divisible_by=divisible_by)
         with torch.no_grad():
@@ -131,6 +137,16 @@ def test_a_checkpoint_of_another_model_is_refused(groups, tmp_path):
     larger = build_blank_model(dataclasses.replace(preset, vocab_size=200), groups, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"word_embeddings.weight \[128, 48\] instead of \[256, 48\]"):
         load_model_weights(tmp_path / "megatron", larger, dataclasses.replace(preset, vocab_size=200))
+
+
+def test_a_tensor_parallel_size_that_does_not_divide_is_refused_before_anything_is_written(tmp_path):
+    save_mixed("qwen3", tmp_path / "hf")
+    with pytest.raises(ValueError, match="--tensor-model-parallel-size 4 does not divide the 2 key/value heads of hf"):
+        run_tool(
+            "--hf-to-megatron", "--load", tmp_path / "hf", "--save", tmp_path / "megatron",
+            "--tensor-model-parallel-size", 4,
+        )  # fmt: skip
+    assert not (tmp_path / "megatron").exists()
 
 
 def test_a_half_written_checkpoint_is_none(groups, tmp_path):
