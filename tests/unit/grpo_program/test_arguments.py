@@ -16,7 +16,7 @@ from megatron.grpo.run_config import CONFIG_GROUPS, TrainConfig
 REQUIRED = "--model-preset tiny-qwen3.6 --prompt-data data.jsonl --tokenizer-path tok --train-iters 10"
 
 
-def parse(flags: str = "", **environment):
+def parse(flags: str = ""):
     return parse_arguments(f"{REQUIRED} {flags}".split())
 
 
