@@ -86,17 +86,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def build_update(args, run: str):
     """(update, model) of a run, on the current device."""
     import torch
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from benchmarks.updates import ConventionalUpdate, LongStrawUpdate
     from longstraw.patches.device import current_device
-    from longstraw.patches.process_groups import initialize_groups
+    from longstraw.patches.process_groups import initialize_groups, seed_model_parallel
     from longstraw.sweeps import ReplayEngine, SweepConfig
     from megatron.grpo.model_provider import build_conventional_model, build_model, synchronize_parameters
 
     conventional = run in ("conventional", "checkpointed")
     groups = initialize_groups(context_parallel=1 if conventional else args.context_parallel_size)
-    model_parallel_cuda_manual_seed(args.seed)
+    seed_model_parallel(args.seed)
     preset = get_preset(args.model_preset)
     settings = dict(use_cpu_initialization=True, context_parallel_size=groups.cp.size())
     if args.delta_rule == "fused":

@@ -98,8 +98,6 @@ class ConventionalUpdate:
 
 def _use_fast_delta_rule(model) -> None:
     """On the CPU, give Megatron's GatedDeltaNet the delta rule that ours uses: the algorithms are compared, not kernels."""
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-
     from longstraw.attention.delta_rule import chunked_delta_rule
 
     def delta_rule(q, k, v, *, g, beta, **_):
@@ -108,7 +106,7 @@ def _use_fast_delta_rule(model) -> None:
         return chunked_delta_rule(q, k, v, g, beta, start)
 
     for module in model.modules():
-        if isinstance(module, GatedDeltaNet) and module.config.deterministic_mode:
+        if hasattr(module, "gated_delta_rule") and module.config.deterministic_mode:
             module.gated_delta_rule = delta_rule
 
 
