@@ -9,6 +9,7 @@
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root"
+export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}  # Megatron warns of each optional package that is not here
 "$root/tools/setup_env.sh"
 python=${LONGSTRAW_VENV:-$root/.venv}/bin/python
 data=runs/recall/data

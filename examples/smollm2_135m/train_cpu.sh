@@ -9,6 +9,7 @@
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
 cd "$root"
+export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}  # Megatron warns of each optional package that is not here
 "$root/tools/setup_env.sh"
 python=${LONGSTRAW_VENV:-$root/.venv}/bin/python
 export HF_HUB_OFFLINE=1 TORCH_COMPILE_DISABLE=1
@@ -46,12 +47,12 @@ rm -rf "$output" "$export_dir"
     --responses-per-replay 4 \
     --prompts-per-step 1 \
     --max-response-length 16 \
-    --train-iters 4 \
+    --train-iters 3 \
     --eval-samples 4 \
     --lr 1e-5 \
     --output-dir "$output" \
     --save "$output/checkpoints" \
-    --save-interval 4 \
+    --save-interval 3 \
     "$@"
 
 "$python" tools/convert_checkpoint.py --megatron-to-hf --load "$output/checkpoints" --save "$export_dir" \
