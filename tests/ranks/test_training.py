@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.ranks import REPOSITORY, run_on_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 
 def test_whole_runs(tmp_path):
@@ -19,4 +19,4 @@ def test_whole_runs(tmp_path):
          "--num-train", "16", "--num-eval", "3"],
         check=True, timeout=120, capture_output=True,
     )
-    run_on_ranks(Path(__file__).with_name("training_ranks.py"), 2, tmp_path, [str(tmp_path)], seconds=500)
+    run_on_ranks(Path(__file__).with_name("training_ranks.py"), 2, tmp_path, [str(tmp_path)], seconds=850)
