@@ -12,7 +12,8 @@ class Case:
 
     groups: (prompt length, response lengths) each; a data-parallel replica takes every dp-th of them, or none.
     documents: lengths of documents with a loss of their own, one after another, in place of groups. single_token: only one
-    response token of each group has a weight. together: responses replayed at a time.
+    response token of each group has a weight. together: responses replayed at a time. in_one_go: each response scored and
+    replayed in one go.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Case:
     kept: str = "none"
     semantics: str = "exact"
     together: int = 1
+    in_one_go: bool = False
     single_token: bool = False
     vocab_size: int | None = None
 
@@ -53,6 +55,7 @@ def _two() -> list[Case]:
         replace(cp2, name="cp2, prompt of 1 token, blocks of 1", groups=((1, (3, 1)),), block=1),
         replace(cp2, name="cp2, host pages, kept outputs, sub-blocks", pages="host", kept="host", rows_at_once=3),
         replace(cp2, name="cp2, batch", groups=((20, (6, 6, 6, 6)),), together=2, block=4),
+        replace(cp2, name="cp2, scored and replayed in one go", in_one_go=True, kept="host"),
         replace(cp2, name="cp2, documents", documents=(37, 51, 40), block=16),
         replace(cp2, name="cp2, tied embeddings", preset="tiny-llama"),
         replace(cp2, name="cp2, float32", dtype="float32"),
@@ -84,6 +87,7 @@ def _four() -> list[Case]:
         both,
         replace(both, name="tp2 x cp2, odd prompt and 1-token responses", **ODD),
         replace(both, name="tp2 x cp2, sequence parallel", sequence_parallel=True),
+        replace(both, name="tp2 x cp2, sequence parallel, in one go", sequence_parallel=True, in_one_go=True),
         replace(both, name="tp2 x cp2, sequence parallel, odd", sequence_parallel=True, **ODD),
         replace(both, name="tp2 x cp2, sequence parallel, float32", sequence_parallel=True, dtype="float32"),
         Case(name="dp2 x tp2, a prompt each", ranks=4, tp=2, groups=((20, (5, 1)), (33, (2, 6)))),

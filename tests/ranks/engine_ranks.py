@@ -79,7 +79,7 @@ def engine_result(case: Case, pair, ddp, groups, token_groups):
             tree = group.tree(together=case.together)
             if group is token_groups[0]:
                 watch_loss(tree.children[0] if tree.children else tree, seen)
-            loss += engine.replay(tree)
+            loss += models.replay_in_one_go(engine, tree)[0] if case.in_one_go else engine.replay(tree)
     finalize_gradients(ddp, engine.adapters, groups)
     dist.all_reduce(loss, group=groups.dp_cp)
     whole = {}

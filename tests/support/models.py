@@ -180,6 +180,19 @@ def replay_gradients(engine: ReplayEngine, tree: Segment) -> tuple[float, dict[s
     return loss, take_gradients(engine.model)
 
 
+def replay_in_one_go(engine: ReplayEngine, tree: Segment) -> tuple[float, list[torch.Tensor]]:
+    """As `engine.replay`, with each response scored and replayed in one go; also the log-probabilities of each."""
+    constant = engine.config.semantics == "response_only"
+    state, loss, scored = engine.capture_boundaries(tree, None, constant=constant), 0.0, []
+    if not constant:
+        engine.prepare_adjoints(state)
+    for child in tree.children:
+        # the loss that the tree was given, made only once the log-probabilities are there
+        block_loss, child.loss = child.loss, None
+        loss += engine.score_and_replay(child, state, lambda logprobs: scored.append(logprobs) or block_loss)
+    return (loss if constant else loss + engine.reverse_sweep(tree, state)), scored
+
+
 _dense: dict[tuple, tuple[float, dict[str, torch.Tensor]]] = {}
 
 

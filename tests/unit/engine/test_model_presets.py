@@ -34,10 +34,14 @@ def comparable(value):
     return (value.func, value.args, value.keywords) if hasattr(value, "func") else value
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_flags_and_config_describe_the_same_model(name):
+EVERY_FIELD = replace(  # what no preset sets yet
+    get_preset("tiny-qwen3"), name="every-field", qkv_bias=True, zero_centered_norm=True, attention_output_gate=True
+)
+
+
+@pytest.mark.parametrize("preset", [*PRESETS.values(), EVERY_FIELD], ids=lambda preset: preset.name)
+def test_flags_and_config_describe_the_same_model(preset):
     """Megatron's parser over the preset's defaults gives the same TransformerConfig as the preset itself."""
-    preset = get_preset(name)
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)) or argparse.ArgumentParser()
     unknown = preset.megatron_arguments().keys() - {action.dest for action in parser._actions}
     assert not unknown

@@ -9,7 +9,9 @@ import torch
 from longstraw.adapters import full_attention
 from longstraw.adapters.base import LayerRun
 from tests.support.dense import compare_gradients
-from tests.support.models import dense_of, draw_group, get_pair, get_small_hybrid, replay_gradients
+from tests.support.models import (
+    dense_of, draw_document, draw_group, get_pair, get_small_hybrid, lift_float64, replay_gradients, replay_in_one_go,
+)
 
 PLACES = ("device", "host")
 
@@ -77,6 +79,35 @@ def test_the_prompts_state_is_all_that_grows_with_the_prompt():
     assert grown["recurrent_state"] == 2 * 2 * 4 * 8 * 8 * 8  # two more chunks, two layers, [4, 8, 8] float64 each
 
 
+def test_a_constant_prompt_has_no_adjoints():
+    """response_only holds no gradient of the prompt's state, of whatever kind, and pays no memory for it."""
+    pair = get_small_hybrid()
+    group = draw_group(30, (7, 6), pair.vocab_size)
+    adjoints = {
+        semantics: {
+            entry.kind
+            for entries in entries_during_replay(pair, group, semantics=semantics)
+            for entry in entries
+            if entry.segment == "prompt" and entry.kind.endswith("adjoint")
+        }
+        for semantics in ("exact", "response_only")
+    }
+    assert adjoints == {"exact": {"kv_adjoint", "gdn_adjoint"}, "response_only": set()}
+
+
+def test_state_is_released_block_by_block():
+    """While a document is differentiated from its end, pages and boundary states behind the block are given back."""
+    pair = get_small_hybrid()
+    engine, tree, seen = pair.engine(response_block_size=8), draw_document(41, pair.vocab_size).tree(), []
+    original = tree.loss
+    tree.loss = lambda logprobs, columns: seen.append(engine.ledger.entries()) or original(logprobs, columns)
+    replay_gradients(engine, tree)
+    rows = [{e.rows for e in entries if e.kind == "kv_pages"} for entries in seen]
+    states = [sum(e.bytes for e in entries if e.kind == "recurrent_state") for entries in seen]
+    assert rows == [{32}, {32}, {24}, {16}, {8}]  # five blocks: the last one's pages were never needed
+    assert [n / states[-1] for n in states] == [4, 4, 3, 2, 1]
+
+
 def live(kind):
     return [o for o in gc.get_objects() if issubclass(type(o), kind)]
 
@@ -95,13 +126,20 @@ def graph_tensors():
     return [t for t in live(torch.Tensor) if t.grad_fn is not None]
 
 
+def in_one_go(engine, tree):
+    with lift_float64():
+        replay_in_one_go(engine, tree)
+    engine.model.zero_grad()
+
+
+@pytest.mark.parametrize("replay", [replay_gradients, in_one_go])
 @pytest.mark.parametrize("kept", ["none", "host"])
-def test_no_graph_and_no_run_survives_a_sweep(no_collector, kept):
+def test_no_graph_and_no_run_survives_a_sweep(no_collector, kept, replay):
     pair = get_small_hybrid()
     group = draw_group(20, (6, 1), pair.vocab_size)
     before = len(graph_tensors())
-    engine = pair.engine(attention_output_residency=kept)
-    replay_gradients(engine, group.tree())
+    engine = pair.engine(attention_output_residency=kept, response_block_size=4)
+    replay(engine, group.tree())
     assert live(LayerRun) == []
     assert len(graph_tensors()) == before
     assert engine.ledger.entries() == []

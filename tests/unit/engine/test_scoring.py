@@ -5,7 +5,10 @@ import torch
 
 from longstraw.adapters.decoder import last_token_logits
 from longstraw.segments import Segment, own_columns
-from tests.support.models import draw_group, get_pair, get_small_hybrid, lift_float64, replay_gradients
+from tests.support.dense import take_gradients
+from tests.support.models import (
+    draw_group, get_pair, get_small_hybrid, lift_float64, replay_gradients, replay_in_one_go,
+)
 
 
 def replayed_and_scored(pair, together, *, temperature=1.0, lengths=(6, 6, 6), **config):
@@ -39,6 +42,41 @@ def test_the_first_ratio_is_exactly_one(dtype, together, kept):
     _, seen, scored = replayed_and_scored(get_pair("tiny-qwen3.6", dtype), together, attention_output_residency=kept)
     for new, old in zip(seen, scored, strict=True):
         assert torch.equal(new, old) and torch.equal((new - old).exp(), torch.ones_like(new))
+
+
+def watch_losses(tree):
+    """Every block's log-probabilities as the losses see them: (child, columns) -> values."""
+    seen = {}
+    for index, child in enumerate(tree.children):
+
+        def loss(logprobs, columns, index=index, original=child.loss):
+            seen[index, columns.start, columns.stop] = logprobs.detach().clone()
+            return original(logprobs, columns)
+
+        child.loss = loss
+    return seen
+
+
+@pytest.mark.parametrize("semantics", ["exact", "response_only"])
+@pytest.mark.parametrize("together, block", [(1, 8), (1, 4), (3, 2)])
+def test_scored_and_replayed_in_one_go(together, block, semantics):
+    """A loss made from the response's own log-probabilities: the same bits as scoring first and replaying then."""
+    pair = get_small_hybrid()
+    group = draw_group(29, (6, 6, 6), pair.vocab_size)
+    engine, tree = pair.engine(response_block_size=block, semantics=semantics), group.tree(together=together)
+    expected_loss, expected = replay_gradients(engine, group.tree(together=together))
+    seen = watch_losses(tree)
+    with lift_float64():
+        loss, scored = replay_in_one_go(engine, tree)
+        state, _ = engine.forward_sweep(group.tree(together=together), None)
+        again = [engine.forward_sweep(child, state)[1] for child in group.tree(together=together).children]
+    found = take_gradients(pair.model)
+    assert loss == pytest.approx(expected_loss, rel=1e-14)  # summed over the responses in another way
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert all(torch.equal(a, b) for a, b in zip(scored, again, strict=True))
+    for (index, start, stop), values in seen.items():
+        assert torch.equal(values, scored[index][:, start:stop])
+    assert len(seen) == len(tree.children) * -(-6 // block)
 
 
 def test_other_batch_shapes_agree_to_rounding_only():
