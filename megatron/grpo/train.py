@@ -84,7 +84,7 @@ def write_record(args, config, trainer, recorder, model, groups, *, started, ini
     shares: list = [None] * world
     counts = trainer.counts if trainer.rollouts.replica.rank() == 0 else type(trainer.counts)()
     state = summarize_state(dist.get_rank(), trainer.step.fullest_state)
-    own = (asdict_plain(counts), state, read_peak_bytes())
+    own = (dict(vars(counts)), state, read_peak_bytes(), count_resident_bytes(trainer, state))
     dist.all_gather_object(shares, own)
     totals = {name: sum(share[0][name] for share in shares) for name in shares[0][0]}
     final_weights = checksum_weights(model)
@@ -108,7 +108,7 @@ def write_record(args, config, trainer, recorder, model, groups, *, started, ini
         ),
         objective={name: value for name, value in asdict(config.objective).items()}, tokens=Tokens(**totals),
         state=tuple(item for share in shares for item in share[1]),
-        memory=tuple(RankMemory(rank=rank, peak_bytes=share[2], categories={}) for rank, share in enumerate(shares)),
+        memory=tuple(RankMemory(rank=rank, peak_bytes=share[2], categories=share[3]) for rank, share in enumerate(shares)),
         seconds=dict(recorder.clock.seconds),
         results=Results(
             first_step=first_step, last_step=last_step,
@@ -120,9 +120,18 @@ def write_record(args, config, trainer, recorder, model, groups, *, started, ini
     recorder.finish(receipt, title=title)
 
 
-def asdict_plain(counts) -> dict:
-    """A counts record as a dict of ints."""
-    return dict(vars(counts))
+def count_resident_bytes(trainer, state) -> dict[str, int]:
+    """Bytes of this rank by category: what is always there, and the ledger's state at its fullest."""
+    buffers = trainer.ddp.buffers + trainer.ddp.expert_parallel_buffers
+    moments = [t for held in trainer.optimizer.optimizer.state.values() for t in held.values() if torch.is_tensor(t)]
+    categories = {
+        "weights": sum(p.numel() * p.element_size() for p in trainer.step.engine.model.parameters()),
+        "gradients": sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in buffers),
+        "optimizer": sum(t.numel() * t.element_size() for t in moments),
+    }
+    for item in (item for item in state if item.residency == "device"):  # the peak is the device's
+        categories[item.kind] = categories.get(item.kind, 0) + item.bytes
+    return categories
 
 
 def count_parameters(model, groups) -> int:
