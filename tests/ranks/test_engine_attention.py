@@ -10,11 +10,13 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(600)
 def test_attention_over_three_ranks(tmp_path):
     run_on_ranks(HERE / "attention_ranks.py", 3, tmp_path)
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(600)
 def test_a_failing_rank_ends_the_others(tmp_path):
     """The launcher of these tests: one rank raises while the other sleeps; all end at once, and the reason is shown."""
     script = tmp_path / "fails.py"

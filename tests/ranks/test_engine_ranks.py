@@ -11,7 +11,7 @@ import pytest
 from tests.ranks.engine_cases import CASES
 from tests.support.ranks import run_on_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]  # seconds on a free machine, minutes on a busy one
 HERE = Path(__file__).parent
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def run_on_ranks(script: Path, ranks: int, scratch: Path, arguments: list[str] = (), *, seconds: float = 280) -> str:
+def run_on_ranks(script: Path, ranks: int, scratch: Path, arguments: list[str] = (), *, seconds: float = 580) -> str:
     """Run `script RANKS RENDEZVOUS [arguments]`, which calls `fork_ranks`; returns its output.
 
     Raises AssertionError with the output where a rank fails or time is up.
