@@ -45,14 +45,14 @@ rm -rf "$output" "$export_dir"
     --attention-output-residency host \
     --group-size 8 \
     --responses-per-replay 4 \
-    --prompts-per-step 1 \
+    --prompts-per-step 2 \
     --max-response-length 16 \
-    --train-iters 3 \
+    --train-iters 4 \
     --eval-samples 4 \
     --lr 1e-5 \
     --output-dir "$output" \
     --save "$output/checkpoints" \
-    --save-interval 3 \
+    --save-interval 4 \
     "$@"
 
 "$python" tools/convert_checkpoint.py --megatron-to-hf --load "$output/checkpoints" --save "$export_dir" \
