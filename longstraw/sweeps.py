@@ -181,7 +181,10 @@ class ReplayEngine:
 
         make_loss: gets them, [B, S] without gradient and equal on every rank, and returns the loss of a block. The last
         block is run once, not twice: its graph is kept while the loss is made. Returns this rank's share of the loss.
+        Raises ValueError for a segment with children, whose adjoints would come too late.
         """
+        if segment.children:
+            raise ValueError(f"segment {segment.name} has children: run its forward and reverse sweep around theirs")
         state, logprobs = self.open_segment(segment, parent), []
         last = len(state.plan) - 1
         for block in range(last):

@@ -12,6 +12,7 @@ import longstraw.patches.process_groups as process_groups
 from benchmarks.step import build_update, parse_arguments
 from benchmarks.updates import draw_batch
 from longstraw.patches.float64 import lift_float64
+from longstraw.segments import Segment
 
 
 def main() -> None:
@@ -34,8 +35,21 @@ def main() -> None:
         error = ((other - conventional).norm() / conventional.norm()).item()
         assert error < bar, f"{name}: relative error {error}"
     assert conventional.norm() > 1e-6
+    refuse_children(update.engine)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def refuse_children(engine) -> None:
+    """Scoring and replaying in one go is for leaves."""
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    parent = Segment("parent", tokens, tokens, children=[Segment("child", tokens, tokens)])
+    try:
+        engine.score_and_replay(parent, None, lambda logprobs: None)
+    except ValueError as refusal:
+        assert "segment parent has children" in str(refusal)
+    else:
+        raise AssertionError("a segment with children was accepted")
 
 
 if __name__ == "__main__":
