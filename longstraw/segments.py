@@ -74,6 +74,11 @@ class SegmentState:
         """Tokens that this rank owns in the blocks before `block`."""
         return sum(layout.mine for layout in self.plan[:block])
 
+    def rows_of_ranks_before(self, block: int) -> tuple[int, ...]:
+        """Tokens that each rank owns in the blocks before `block`."""
+        ranks = self.plan[0].ranks if self.plan else 1
+        return tuple(sum(layout.tokens_of(rank) for layout in self.plan[:block]) for rank in range(ranks))
+
     def ancestors(self) -> list["SegmentState"]:
         """The states that this segment follows, the root first."""
         return [] if self.parent is None else [*self.parent.ancestors(), self.parent]

@@ -21,6 +21,7 @@ from longstraw.adapters.base import LayerRun, StatePolicy, bind
 from longstraw.adapters.decoder import run_decoder, token_logprobs
 from longstraw.adapters.registry import find_adapters
 from longstraw.attention.exchange import gather_tokens
+from longstraw.attention.geometry import Exchange
 from longstraw.attention.layout import plan_blocks
 from longstraw.patches.device import current_device
 from longstraw.prompt_state.kept import KeptResidency
@@ -55,7 +56,11 @@ class SweepConfig:
     not redo the quadratic part; `none` recomputes. Both are exact."""
 
     query_rows_at_once: int = 4096
-    """Rows per rank whose queries are gathered over context parallel at a time; bounds the gathered buffer."""
+    """Rows per rank that are gathered over context parallel at a time (of queries or keys); bounds the buffer."""
+
+    attention_exchange: Exchange = "auto"
+    """What full attention passes between context-parallel ranks: `queries`, `keys` (with their values), or `auto`, what
+    moves fewer bytes, block by block. The same result to rounding."""
 
     logprob_chunk_tokens: int = 1024
     """Tokens of the vocabulary projection at a time: no float32 [tokens, vocabulary] tensor is larger than this."""
@@ -82,7 +87,7 @@ class ReplayEngine:
         self.policy = StatePolicy(
             page_residency=config.page_residency, adjoint_residency=config.adjoint_residency,
             attention_output_residency=config.attention_output_residency, rows_at_once=config.query_rows_at_once,
-            staging=Staging(current_device()), ledger=self.ledger,
+            attention_exchange=config.attention_exchange, staging=Staging(current_device()), ledger=self.ledger,
         )
 
     def open_segment(self, segment: Segment, parent: SegmentState | None, *, constant: bool = False) -> SegmentState:

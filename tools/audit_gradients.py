@@ -28,7 +28,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The tool's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model-preset", default="tiny-qwen3.6", help="architecture; see megatron/grpo/presets.py")
+    add("--model-preset", default="tiny-qwen3.6", help="architecture; see megatron/grpo/presets/")
     add("--prompt-length", type=int, default=157, help="tokens of the prompt")
     add("--response-lengths", default="5,17,1", help="tokens of each response, comma-separated")
     add("--chunk-size", type=int, default=43, help="tokens of the prompt per chunk")
@@ -41,6 +41,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--page-residency", choices=("device", "host"), default="device", help="as in training")
     add("--adjoint-residency", choices=("device", "host"), default="device", help="as in training")
     add("--query-rows-at-once", type=int, default=4096, help="as in training")
+    add("--attention-exchange", choices=("auto", "queries", "keys"), default="auto", help="as in training")
     add("--dtype", choices=tuple(DTYPES), default="float64", help="of the engine; the reference is float64")
     add("--seed", type=int, default=1, help="of weights and tokens")
     add("--json", default="-", metavar="PATH", help="where the report goes; - is standard output")
@@ -92,6 +93,7 @@ def engine_gradients(args, model, groups, vocab_size, prompt, responses, weights
         semantics=args.semantics, prompt_chunk_size=args.chunk_size, response_block_size=args.block_size,
         page_residency=args.page_residency, adjoint_residency=args.adjoint_residency,
         attention_output_residency=args.attention_output_residency, query_rows_at_once=args.query_rows_at_once,
+        attention_exchange=args.attention_exchange,
     )
     ddp = wrap_for_gradients(model, groups, reduce_in_fp32=args.dtype == "bf16")
     device = next(model.parameters()).device

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from longstraw.attention.geometry import Exchange
 from longstraw.attention.layout import BlockLayout
 from longstraw.prompt_state.kept import KeptResidency
 from longstraw.prompt_state.ledger import Ledger
@@ -28,12 +29,13 @@ class EndOfCapture(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class StatePolicy:
-    """Where state lives, how it is watched, and how many rows' queries are gathered at a time."""
+    """Where state lives, how it is watched, and what is exchanged, of how many rows at a time."""
 
     page_residency: Residency
     adjoint_residency: Residency
     attention_output_residency: KeptResidency
     rows_at_once: int
+    attention_exchange: Exchange
     staging: Staging
     ledger: Ledger
 

@@ -11,7 +11,8 @@ from megatron.core.transformer.module import MegatronModule
 
 from longstraw.adapters.base import EndOfCapture, LayerRun, Root, StatePolicy
 from longstraw.attention.layout import BlockLayout
-from longstraw.attention.paged import AttentionGeometry, attend, paged_attention
+from longstraw.attention.geometry import AttentionGeometry, Exchange
+from longstraw.attention.paged import attend, paged_attention
 from longstraw.prompt_state.kept import KeptOutputs
 from longstraw.prompt_state.pages import PageArena, PageView
 from longstraw.segments import SegmentState
@@ -36,6 +37,7 @@ class AttentionRun(LayerRun):
     stop_here: bool
     history: tuple[PageView, ...]
     rows_at_once: int
+    exchange: Exchange
     upcoming: tuple[PageView, ...] = ()
     kept: tuple[torch.Tensor, torch.Tensor] | None = None
     k: torch.Tensor | None = None
@@ -62,7 +64,7 @@ class PagedCoreAttention(MegatronModule):
             raise EndOfCapture
         for view in run.upcoming:
             view.arena.prefetch(view.rows)
-        geometry = AttentionGeometry(run.layout, self.softmax_scale, run.rows_at_once, run.history)
+        geometry = AttentionGeometry(run.layout, self.softmax_scale, run.rows_at_once, run.history, run.exchange)
         if torch.is_grad_enabled():
             o = paged_attention(q.contiguous(), k, v, geometry, run.kept)
         else:
@@ -92,17 +94,18 @@ class FullAttentionAdapter:
 
     def history(self, segment: SegmentState, block: int) -> tuple[PageView, ...]:
         """The pages that a block attends to: all of the ancestors', and its own segment's before it."""
-        views = [
-            PageView(a.layers[self.layer_number].pages, a.layers[self.layer_number].pages.rows, a.constant)
-            for a in segment.ancestors()
-        ]
-        return (*views, PageView(segment.layers[self.layer_number].pages, segment.rows_before(block)))
+        return (*(self._view(a, len(a.plan), a.constant) for a in segment.ancestors()), self._view(segment, block))
+
+    def _view(self, segment: SegmentState, blocks: int, constant: bool = False) -> PageView:
+        rank = segment.plan[0].rank if segment.plan else 0
+        return PageView(segment.layers[self.layer_number].pages, segment.rows_of_ranks_before(blocks), rank, constant)
 
     def restore(self, segment, block, policy, *, replay, stop_here) -> AttentionRun:
         """The pages before the block and, in a replay, its kept output."""
         layout, state = segment.plan[block], segment.layers[self.layer_number]
         kept = state.kept.take(block, _device(self.module)) if replay else None
-        return AttentionRun(layout, stop_here, self.history(segment, block), policy.rows_at_once, kept=kept)
+        history = self.history(segment, block)
+        return AttentionRun(layout, stop_here, history, policy.rows_at_once, policy.attention_exchange, kept=kept)
 
     def capture(self, run: AttentionRun, segment: SegmentState, block: int) -> None:
         """Append the block's keys and values; keep its output where asked."""

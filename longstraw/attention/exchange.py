@@ -43,6 +43,13 @@ def merge_partials(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, to
     return (o * (lse - total).exp()[..., None]).sum(0), total
 
 
+def merge_into(o: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Merge a partial result into the running o [B, H, R, D] and lse [B, H, R], in place."""
+    new = torch.logaddexp(lse, part_lse)
+    o.mul_((lse - new).exp()[..., None]).add_(part * (part_lse - new).exp()[..., None])
+    lse.copy_(new)
+
+
 def gather_tokens(x: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     """Values of this rank's tokens [B, mine] -> those of the whole block [B, C], on every rank. Not differentiable."""
     padded = torch.nn.functional.pad(x.detach(), (0, layout.rows - x.shape[1]))

@@ -46,6 +46,35 @@ def attend_bwd(
     return _plain_bwd(do, q, k, v, o, lse, causal, scale)
 
 
+def attend_shared_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend_fwd` without a mask; k and v of batch 1 are shared by q's whole batch (one kernel call for all of it)."""
+    o, lse = attend_fwd(_fold_batch(q, k), k, v, False, scale)
+    return _unfold_batch(o, q), _unfold_batch(lse[..., None], q)[..., 0]
+
+
+def attend_shared_bwd(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`attend_bwd` without a mask; dk and dv of shared keys are summed over q's batch."""
+    folded = [_fold_batch(t, k) for t in (do, q, o, lse[..., None])]
+    dq, dk, dv = attend_bwd(folded[0], folded[1], k, v, folded[2], folded[3][..., 0], False, scale)
+    return _unfold_batch(dq, q), dk, dv
+
+
+def _fold_batch(x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[B, H, S, D] -> [1, H, B * S, D] where the keys are shared by the batch."""
+    if x.shape[0] == keys.shape[0]:
+        return x
+    return x.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _unfold_batch(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_fold_batch`, to the batch of `like` [B, H, S, D]."""
+    if x.shape[0] == like.shape[0]:
+        return x
+    return x[0].unflatten(1, (like.shape[0], like.shape[2])).transpose(0, 1)
+
+
 def _expand_heads(q: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     """[B, G, N, D] -> [B, H, N, D]: the CUDA kernels of aten want as many key heads as query heads."""
     return t if t.shape[1] == q.shape[1] else t.repeat_interleave(q.shape[1] // t.shape[1], dim=1)

@@ -51,7 +51,12 @@ class BlockLayout:
     @property
     def mine(self) -> int:
         """Number of the block's tokens that this rank owns; may be 0."""
-        return min(self.rows, self.length - self.first)
+        return self.tokens_of(self.rank)
+
+    def tokens_of(self, rank: int) -> int:
+        """Number of the block's tokens that `rank` owns; may be 0."""
+        first = (rank - self.rotation) % self.ranks * self.rows
+        return min(self.rows, self.length - min(first, self.length))
 
     @property
     def row_position(self) -> int:

@@ -5,9 +5,8 @@ one exchange merges the partial outputs by log-sum-exp. The backward sends (q, d
 output and log-sum-exp each rank's dK and dV are exact and stay where the pages are (they are added to the pages'
 adjoints); dQ is summed over the ranks at the owner of the query.
 
-A block's own keys are a causal square and full rectangles, never a mask: see `_spans`.
-
-Left out: passing keys instead of queries where a block is longer than what is resident.
+A block's own keys are a causal square and full rectangles, never a mask: see `_spans`. Where fewer bytes move that way,
+the keys go to the queries instead (`longstraw.attention.passed_keys`): `AttentionGeometry.passes_keys` decides.
 
 B batch, H query heads, G key/value heads, R rows a rank, W = ranks x rows, M tokens this rank owns, N pages' rows,
 D head dim.
@@ -15,39 +14,13 @@ D head dim.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from longstraw.attention.exchange import gather_rows, merge_partials, scatter_rows
-from longstraw.attention.kernels import attend_bwd, attend_fwd
-from longstraw.attention.layout import BlockLayout
-
-
-class Pages(Protocol):
-    """Keys and values that this rank owns from earlier blocks of one layer and one segment."""
-
-    @property
-    def rows(self) -> int: ...
-
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(k, v), each [B or 1, G, N, D], on the compute device; batch 1 is shared by the block's whole batch."""
-
-    def add_adjoint(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Add to the adjoints of the rows that `read` returned; nothing where the pages are constants."""
-
-
-@dataclass(frozen=True)
-class AttentionGeometry:
-    """What an attention call needs besides tensors; all that the autograd node keeps of its block.
-
-    scale: softmax scale. rows_at_once: rows a rank whose queries are gathered at a time. history: earlier pages.
-    """
-
-    layout: BlockLayout
-    scale: float
-    rows_at_once: int
-    history: tuple[Pages, ...]
+from longstraw.attention.exchange import gather_rows, merge_into, merge_partials, scatter_rows
+from longstraw.attention.geometry import AttentionGeometry, Pages
+from longstraw.attention.kernels import attend_bwd, attend_fwd, attend_shared_bwd, attend_shared_fwd
+from longstraw.attention.passed_keys import attend_by_keys, attend_bwd_by_keys
 
 
 @dataclass(frozen=True)
@@ -86,6 +59,8 @@ def attend(
 
     Not differentiable: `paged_attention` is. The output has q's dtype, the log-sum-exp float32 or wider.
     """
+    if geometry.passes_keys(q, k, v):
+        return attend_by_keys(q, k, v, geometry)
     outputs, lses = [], []
     for a, b in geometry.layout.sub_blocks(geometry.rows_at_once):
         queries = gather_rows(q[:, :, a:b], geometry.layout)
@@ -109,7 +84,7 @@ def _attend_local(queries, k, v, geometry, a, b):
             continue
         if o is None:
             o, lse = _see_nothing(queries, wide)
-        _merge_into(o[:, :, span.queries], lse[:, :, span.queries], part, part_lse)
+        merge_into(o[:, :, span.queries], lse[:, :, span.queries], part, part_lse)
     return _see_nothing(queries, wide) if o is None else (o, lse)
 
 
@@ -125,31 +100,7 @@ def _join_rows(parts: list[torch.Tensor]) -> torch.Tensor:
 def _attend_span(q, k, v, span, scale):
     if span.pages is None:
         return attend_fwd(q, k[:, :, span.keys], v[:, :, span.keys], span.causal, scale)
-    pk, pv = span.pages.read()
-    folded = _fold_batch(q, pk)
-    o, lse = attend_fwd(folded, pk, pv, False, scale)
-    return _unfold_batch(o, q), _unfold_batch(lse[..., None], q)[..., 0]
-
-
-def _merge_into(o, lse, part, part_lse):
-    """Merge a partial result into the running (o, lse), in place."""
-    new = torch.logaddexp(lse, part_lse)
-    o.mul_((lse - new).exp()[..., None]).add_(part * (part_lse - new).exp()[..., None])
-    lse.copy_(new)
-
-
-def _fold_batch(x: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """[B, H, S, D] -> [1, H, B * S, D] where the pages are shared by the batch: one kernel call for all of it."""
-    if x.shape[0] == pages.shape[0]:
-        return x
-    return x.transpose(0, 1).flatten(1, 2)[None]
-
-
-def _unfold_batch(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_fold_batch`, to the batch of `like` [B, H, S, D]."""
-    if x.shape[0] == like.shape[0]:
-        return x
-    return x[0].unflatten(1, (like.shape[0], like.shape[2])).transpose(0, 1)
+    return attend_shared_fwd(q, *span.pages.read(), scale)
 
 
 class _PagedAttention(torch.autograd.Function):
@@ -172,6 +123,8 @@ class _PagedAttention(torch.autograd.Function):
 def attend_bwd_over_pages(do, q, k, v, o, lse, geometry):
     """Gradients dq [B, H, R, D], dk and dv [B, G, M, D] (float32 or wider); adds dK, dV of earlier pages to theirs."""
     layout = geometry.layout
+    if geometry.passes_keys(q, k, v):
+        return attend_bwd_by_keys(do, q, k, v, o, lse, geometry)
     wide = torch.promote_types(q.dtype, torch.float32)
     dk, dv = (torch.zeros(t.shape, dtype=wide, device=q.device) for t in (k, v))
     dqs = []
@@ -201,11 +154,9 @@ def _span_bwd(do, q, o, lse, k, v, dk, dv, span, geometry):
         dk[:, :, span.keys] += dks
         dv[:, :, span.keys] += dvs
         return dq
-    pk, pv = span.pages.read()
-    folded = [_fold_batch(t, pk) for t in (do, q, o)] + [_fold_batch(lse[..., None], pk)[..., 0]]
-    dq, dks, dvs = attend_bwd(folded[0], folded[1], pk, pv, folded[2], folded[3], False, geometry.scale)
+    dq, dks, dvs = attend_shared_bwd(do, q, *span.pages.read(), o, lse, geometry.scale)
     span.pages.add_adjoint(dks, dvs)
-    return _unfold_batch(dq, q)
+    return dq
 
 
 def paged_attention(

@@ -66,10 +66,11 @@ class PageArena:
             self.dk = zeros_resident(self.k.shape, wide, self.adjoint_residency, device)
             self.dv = zeros_resident(self.v.shape, wide, self.adjoint_residency, device)
 
-    def add_adjoint(self, rows: int, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Add dk and dv [B, G, rows, D] to the adjoints of the first `rows` rows."""
-        self.dk[:, :, :rows] += dk.to(self.dk.device)
-        self.dv[:, :, :rows] += dv.to(self.dv.device)
+    def add_adjoint(self, start: int, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Add dk and dv [B, G, n, D] to the adjoints of the rows [start, start + n)."""
+        rows = slice(start, start + dk.shape[2])
+        self.dk[:, :, rows] += dk.to(self.dk.device)
+        self.dv[:, :, rows] += dv.to(self.dv.device)
 
     def adjoint(self, start: int, end: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The accumulated (dK, dV) of rows [start, end), each [B, G, end - start, D], on `device`."""
@@ -98,20 +99,32 @@ class PageArena:
 
 @dataclass(frozen=True)
 class PageView:
-    """The first `rows` rows of an arena, as a later block sees them (`longstraw.attention.paged.Pages`).
+    """The first rows of an arena, as a later block sees them (`longstraw.attention.geometry.Pages`).
 
-    constant: the block's backward leaves their adjoints alone (the prompt's pages under `response_only`).
+    rows_of_ranks: how many every rank's arena has of them. rank: this one. constant: the block's backward leaves their
+    adjoints alone (the prompt's pages under `response_only`).
     """
 
     arena: PageArena
-    rows: int
+    rows_of_ranks: tuple[int, ...]
+    rank: int = 0
     constant: bool = False
+
+    @property
+    def rows(self) -> int:
+        """How many this rank has."""
+        return self.rows_of_ranks[self.rank]
+
+    @property
+    def batch(self) -> int:
+        """1, or the batch of the blocks that wrote the pages."""
+        return 1 if self.arena.k is None else self.arena.k.shape[0]
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(k, v) [B, G, rows, D] on the compute device."""
         return self.arena.read(self.rows)
 
-    def add_adjoint(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Add to the arena's adjoints of these rows, unless they are constants."""
+    def add_adjoint(self, dk: torch.Tensor, dv: torch.Tensor, start: int = 0) -> None:
+        """Add to the arena's adjoints of the rows from `start` on, unless they are constants."""
         if not self.constant:
-            self.arena.add_adjoint(self.rows, dk, dv)
+            self.arena.add_adjoint(start, dk, dv)

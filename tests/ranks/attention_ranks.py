@@ -9,7 +9,8 @@ import torch.distributed as dist
 from longstraw.attention.exchange import gather_rows, gather_tokens, merge_partials, scatter_rows
 from longstraw.attention.layout import BlockLayout, plan_blocks
 from longstraw.attention.naive import naive_attention
-from longstraw.attention.paged import AttentionGeometry, attend, paged_attention
+from longstraw.attention.geometry import AttentionGeometry
+from longstraw.attention.paged import attend, paged_attention
 from longstraw.prompt_state.pages import PageArena, PageView
 from longstraw.prompt_state.residency import Staging
 from tests.support.errors import relative_error
@@ -57,7 +58,7 @@ def check_merge(rank, ranks):
     assert relative_error([merged, total], [t[:, :, rows] for t in expected]) < 1e-14
 
 
-def check_paged(rank, ranks, *, length, block_size, batch, unit, rows_at_once, residency, kept):
+def check_paged(rank, ranks, *, length, block_size, batch, unit, rows_at_once, residency, kept, exchange):
     """Blocks one after another over this rank's pages: every output and gradient against the whole sequence's."""
     generator = torch.Generator().manual_seed(length)
 
@@ -75,7 +76,7 @@ def check_paged(rank, ranks, *, length, block_size, batch, unit, rows_at_once, r
         segment="s", layer_number=1, owner=rank, capacity=sum(layout.mine for layout in plan), residency=residency,
         adjoint_residency="device", staging=Staging(CPU),
     )
-    found, saved = [], []
+    found, saved, ranks_rows = [], [], (0,) * ranks
     for layout in plan:
         at = layout.start + layout.slot * layout.rows
         rows = [
@@ -85,12 +86,15 @@ def check_paged(rank, ranks, *, length, block_size, batch, unit, rows_at_once, r
         rows[1][:, :, layout.mine :] = 0
         own = slice(layout.start + layout.first, layout.start + layout.first + layout.mine)
         block = [rows[0].requires_grad_(), *(t[:, :, own].clone().requires_grad_() for t in (k, v))]
-        geometry = AttentionGeometry(layout, SCALE, rows_at_once, (PageView(arena, arena.rows),))
+        view = PageView(arena, ranks_rows, rank)
+        assert view.rows == arena.rows
+        geometry = AttentionGeometry(layout, SCALE, rows_at_once, (view,), exchange)
         o, lse = attend(*(t.detach() for t in block), geometry)
         assert o.isfinite().all()
         saved.append((geometry, block, rows[1], own, (o, lse) if kept else None))
         found.append((o[:, :, : layout.mine], expected[:, :, own].detach()))
         arena.append(block[1], block[2])
+        ranks_rows = tuple(rows + layout.tokens_of(r) for r, rows in enumerate(ranks_rows))
     arena.open_adjoints(CPU)
     for geometry, block, do_rows, own, pair in reversed(saved):  # last to first, keys with their pages' adjoints
         mine, start = geometry.layout.mine, geometry.history[0].rows
@@ -113,7 +117,8 @@ def main(rank, ranks, _):
         dict(rows_at_once=1), dict(rows_at_once=2, kept=True), dict(residency="host"), dict(length=1, block_size=4),
         dict(length=2, block_size=1, kept=True), dict(length=64, block_size=16, batch=1),
     ):
-        check_paged(rank, ranks, **sizes | change)
+        for exchange in ("queries", "keys", "auto"):
+            check_paged(rank, ranks, **sizes | change, exchange=exchange)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ class Case:
     rows_at_once: int = 4096
     pages: str = "device"
     kept: str = "none"
+    exchange: str = "auto"
     semantics: str = "exact"
     together: int = 1
     in_one_go: bool = False
@@ -54,6 +55,11 @@ def _two() -> list[Case]:
         replace(cp2, name="cp2, odd prompt and 1-token responses", **ODD),
         replace(cp2, name="cp2, prompt of 1 token, blocks of 1", groups=((1, (3, 1)),), block=1),
         replace(cp2, name="cp2, host pages, kept outputs, sub-blocks", pages="host", kept="host", rows_at_once=3),
+        replace(cp2, name="cp2, keys passed", exchange="keys", rows_at_once=3),
+        replace(cp2, name="cp2, keys passed, batch, host pages", groups=((20, (6, 6, 6, 6)),), together=2, exchange="keys",
+                pages="host"),
+        replace(cp2, name="cp2, queries passed", exchange="queries"),
+        replace(cp2, name="cp2, keys passed, response only", exchange="keys", semantics="response_only"),
         replace(cp2, name="cp2, batch", groups=((20, (6, 6, 6, 6)),), together=2, block=4),
         replace(cp2, name="cp2, scored and replayed in one go", in_one_go=True, kept="host"),
         replace(cp2, name="cp2, documents", documents=(37, 51, 40), block=16),
@@ -81,6 +87,7 @@ def _four() -> list[Case]:
         cp4,
         replace(cp4, name="cp4, odd prompt and 1-token responses", **ODD),
         replace(cp4, name="cp4, chunks of 2: ranks own nothing", groups=((9, (3, 1)),), chunk=2, block=1),
+        replace(cp4, name="cp4, keys passed, odd", exchange="keys", **ODD),
         replace(cp4, name="cp4, 8 tokens", **EIGHT_TOKENS),
         Case(name="dp2 x cp2, 8 tokens", ranks=4, cp=2, **EIGHT_TOKENS),
         Case(name="dp4, 8 tokens", ranks=4, **EIGHT_TOKENS),

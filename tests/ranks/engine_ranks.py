@@ -66,6 +66,7 @@ def open_engine(case: Case, pair):
     return pair.engine(
         semantics=case.semantics, prompt_chunk_size=case.chunk, response_block_size=case.block, page_residency=case.pages,
         attention_output_residency=case.kept, query_rows_at_once=case.rows_at_once,
+        attention_exchange=case.exchange,
     )
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from longstraw.attention import paged
 from longstraw.attention.layout import BlockLayout
 from longstraw.attention.naive import naive_attention
-from longstraw.attention.paged import AttentionGeometry, attend, paged_attention
+from longstraw.attention.geometry import AttentionGeometry
+from longstraw.attention.paged import attend, paged_attention
 from longstraw.prompt_state.pages import PageArena, PageView
 from longstraw.prompt_state.residency import Staging
 from tests.support.errors import relative_error
@@ -41,7 +42,7 @@ def open_pages(spans, *, batch=1, residency="device", spare=0, seed=10):
 def geometry_of(arenas, tokens, *, unit=1, rows_at_once=4096, constant=()):
     start = sum(arena.rows for arena in arenas)
     layout = BlockLayout(start, tokens, unit=unit)
-    views = tuple(PageView(arena, arena.rows, index in constant) for index, arena in enumerate(arenas))
+    views = tuple(PageView(arena, (arena.rows,), constant=index in constant) for index, arena in enumerate(arenas))
     return AttentionGeometry(layout, SCALE, rows_at_once, views)
 
 
