@@ -39,7 +39,3 @@ class ReferencePolicy:
             policy = parameter.detach().to("cpu", copy=True)
             parameter.copy_(held)
             held.copy_(policy)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The reference weights by parameter name (host tensors)."""
-        return dict(self._host)
