@@ -11,15 +11,21 @@ Pure functions over the parsed namespace; no Megatron import here.
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 
-from megatron.grpo.presets import ModelPreset
+from megatron.grpo.presets import ModelPreset, get_preset
 
 _PRESET_FLAGS = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups group_query_attention kv_channels
     vocab_size make_vocab_size_divisible_by max_position_embeddings rotary_base rotary_percent position_embedding_type
     normalization layernorm_epsilon layernorm_zero_centered_gamma swiglu add_bias_linear add_qkv_bias qk_layernorm
-    attention_output_gate untie_embeddings_and_output_weights init_method_std experimental_attention_variant
+    attention_output_gate untie_embeddings_and_output_weights init_method_std
     linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
     linear_num_value_heads transformer_impl
+    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim dsa_indexer_n_heads dsa_indexer_head_dim
+    dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_indexer_rope_interleaved
+    dsa_indexer_k_norm_epsilon
+    num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk
+    moe_router_score_function moe_router_enable_expert_bias moe_router_topk_scaling_factor moe_router_num_groups
+    moe_router_group_topk
 """
 _TRAINING_FLAGS = """
     train_iters eval_interval seed deterministic_mode use_cpu_initialization bf16 accumulate_allreduce_grads_in_fp32
@@ -31,11 +37,13 @@ _TRAINING_FLAGS = """
     use_checkpoint_opt_param_scheduler
 """
 _LAUNCH_FLAGS = """
-    tensor_model_parallel_size context_parallel_size sequence_parallel use_distributed_optimizer
-    distributed_backend distributed_timeout_minutes local_rank ddp_bucket_size ddp_num_buckets
+    tensor_model_parallel_size context_parallel_size expert_model_parallel_size sequence_parallel
+    use_distributed_optimizer distributed_backend distributed_timeout_minutes local_rank ddp_bucket_size ddp_num_buckets
+    moe_router_dtype moe_grouped_gemm
 """
 _CHECKPOINT_FLAGS = """
     save load save_interval save_retain_interval pretrained_checkpoint finetune ckpt_step exit_on_missing_checkpoint
+    exit_interval exit_duration_in_mins
     no_save_optim no_save_rng no_load_optim no_load_rng ckpt_fully_parallel_save
 """
 _LOGGING_FLAGS = """
@@ -65,10 +73,29 @@ _REASONS = {
     "attention_dropout": f"{_EXACT}, and a block run again would draw another mask: dropout must be 0",
     "overlap_grad_reduce": "a step has any number of backward passes, and overlapping would reduce a bucket too early",
     "overlap_param_gather": "it needs --overlap-grad-reduce, which is not supported",
-    "num_experts": "mixture-of-experts layers are not supported",
-    "expert_model_parallel_size": "mixture-of-experts layers are not supported",
-    "expert_tensor_parallel_size": "mixture-of-experts layers are not supported",
-    "multi_latent_attention": "multi-latent attention is not supported",
+    "expert_tensor_parallel_size": "experts are not cut: use --expert-model-parallel-size",
+    "multi_latent_attention": "the kind of attention comes with --model-preset",
+    "experimental_attention_variant": "the kind of attention comes with --model-preset",
+    "rope_type": "the kind of rotary angles comes with --model-preset",
+    "moe_router_load_balancing_type": "a balancing loss is no part of GRPO's loss, and sinkhorn and quantile balancing "
+    "choose experts anew instead of repeating the recorded choice",
+    "moe_aux_loss_coeff": "a balancing loss is no part of GRPO's loss",
+    "moe_z_loss_coeff": "a loss on the router's logits is no part of GRPO's loss",
+    "moe_router_fusion": "a fused router chooses experts anew instead of repeating the recorded choice",
+    "moe_router_pre_softmax": "gates are normalised over the chosen experts",
+    "moe_router_bias_update_rate": "the bias of the experts is frozen: a step that rolls back must leave it",
+    "moe_router_force_load_balancing": "random choices of experts could not be repeated",
+    "moe_router_force_biased": "random choices of experts could not be repeated",
+    "moe_input_jitter_eps": f"{_EXACT}, and a block run again would draw other noise",
+    "moe_enable_routing_replay": "choices of experts are always recorded and repeated, and not by Megatron's record",
+    "moe_token_dispatcher_type": "tokens go to experts by all-to-all",
+    "moe_enable_deepep": "tokens go to experts by all-to-all",
+    "moe_expert_capacity_factor": "dropped tokens would make the gradient depend on how blocks are cut",
+    "moe_pad_expert_input_to_capacity": "dropped tokens would make the gradient depend on how blocks are cut",
+    "moe_token_drop_policy": "dropped tokens would make the gradient depend on how blocks are cut",
+    "moe_layer_recompute": "only the dense MLP can be recomputed: --recompute-granularity selective --recompute-modules mlp",
+    "moe_use_upcycling": "the architecture comes from --model-preset",
+    "dsa_indexer_loss_coeff": "the indexer's own loss is not supported",
     "mtp_num_layers": "multi-token prediction layers are not supported: their loss is not part of GRPO's",
     "fp16": "the loss scaling of fp16 is not supported: use --bf16",
     "loss_scale": "the loss is not scaled here, so the optimizer would divide the gradient by a factor it never had",
@@ -127,9 +154,10 @@ _REASONS = {
 _REASONS_BY_PREFIX = {
     "grpo_": "it belongs to Megatron's own RL loop; this program's flags are listed first in --help",
     "rl_": "it belongs to Megatron's own RL loop; this program's flags are listed first in --help",
-    "moe_": "mixture-of-experts layers are not supported",
+    "moe_": "this setting of experts is not supported",
     "mtp_": "multi-token prediction layers are not supported",
-    "dsa_": "sparse attention is not supported",
+    "dsa_": "this setting of sparse attention is not supported",
+    "mla_": "this setting of latent attention is not supported",
     "fp8_": "fp8 is not supported",
     "fp4_": "fp4 is not supported",
     "cuda_graph": "CUDA graphs are not supported: blocks differ in length",
@@ -186,7 +214,7 @@ def check_values(args: Namespace, preset: ModelPreset, *, cuda: bool, fused_adam
     """
     return [
         *_check_training(args),
-        *_check_model(args),
+        *_check_model(args, preset),
         *_check_parallel_sizes(args, preset, world_size),
         *_check_device(args, cuda, fused_adam),
         *_check_checkpoints(args),
@@ -199,6 +227,9 @@ def _check_training(args: Namespace) -> list[str]:
         found.append("--train-iters is required: the number of optimizer steps, at least 1")
     if args.eval_interval is not None and args.eval_interval < 1:
         found.append(f"--eval-interval must be at least 1, not {args.eval_interval}")
+    for flag, value in (("--exit-interval", args.exit_interval), ("--exit-duration-in-mins", args.exit_duration_in_mins)):
+        if value is not None and value < 1:
+            found.append(f"{flag} must be at least 1, not {value}")
     if args.optimizer != "adam":
         found.append(f"--optimizer {args.optimizer} is not supported: use --optimizer adam")
     if args.lr < args.min_lr:
@@ -238,29 +269,37 @@ def _check_training(args: Namespace) -> list[str]:
     return found
 
 
-def _check_model(args: Namespace) -> list[str]:
+def _check_model(args: Namespace, preset: ModelPreset) -> list[str]:
     wanted = {
         "position_embedding_type": ("--position-embedding-type", ("rope",)),
         "normalization": ("--normalization", ("RMSNorm",)),
         "transformer_impl": ("--transformer-impl", ("local", "transformer_engine")),
-        "experimental_attention_variant": ("--experimental-attention-variant", (None, "gated_delta_net")),
     }
-    return [
-        f"{flag} {getattr(args, name)} is not supported: use {flag} {' or '.join(str(v) for v in values if v)}"
+    found = [
+        f"{flag} {getattr(args, name)} is not supported: use {flag} {' or '.join(values)}"
         for name, (flag, values) in wanted.items()
         if getattr(args, name) not in values
     ]
+    if preset.has_experts and not get_preset(args.model_preset).has_experts:
+        found.append(f"--num-experts {preset.num_experts} needs a --model-preset with experts, unlike {preset.name}")
+    if args.moe_grouped_gemm and args.transformer_impl != "transformer_engine":
+        found.append("--moe-grouped-gemm needs --transformer-impl transformer_engine")
+    return found
 
 
 def _check_parallel_sizes(args: Namespace, preset: ModelPreset, world_size: int) -> list[str]:
-    tp, cp, found = args.tensor_model_parallel_size, args.context_parallel_size, []
-    for flag, size in (("--tensor-model-parallel-size", tp), ("--context-parallel-size", cp)):
-        if size < 1:
-            return [f"{flag} must be at least 1, not {size}"]
+    found = []
+    names = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+    for name in names:
+        if getattr(args, name) < 1:
+            return [f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}"]
+    tp, cp, ep = (getattr(args, name) for name in names)
     if world_size % (tp * cp):
         found.append(
             f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp} does not divide the {world_size} ranks"
         )
+    if world_size % (tp * ep):
+        found.append(f"--expert-model-parallel-size {ep} does not divide the {world_size // tp} ranks")
     if preset.ffn_hidden_size % tp:
         found.append(f"--tensor-model-parallel-size {tp} does not divide --ffn-hidden-size {preset.ffn_hidden_size}")
     if args.sequence_parallel and tp == 1:

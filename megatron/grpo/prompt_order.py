@@ -48,16 +48,14 @@ class PromptOrder:
         self._order = self._order_of(0)
 
     def take(self, count: int) -> list[int]:
-        """The next `count` prompt indices of the whole job, going on into the next epoch where this one ends.
+        """The next `count` prompt indices of the whole job, going on into the next epochs where this one ends.
 
         Raises:
-            ValueError: `count` is below 1 or above the number of prompts.
+            ValueError: `count` is below 1.
         """
         num_prompts = self._identity["num_prompts"]
-        if not 1 <= count <= num_prompts:
-            raise ValueError(
-                f"cannot take {count} prompts a step (--prompts-per-step) from a data set of {num_prompts}"
-            )
+        if count < 1:
+            raise ValueError(f"cannot take {count} prompts")
         taken: list[int] = []
         while len(taken) < count:
             if self.position == num_prompts:

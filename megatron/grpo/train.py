@@ -153,6 +153,11 @@ def run(args, config) -> None:
             f"--tokenizer-path {config.data.tokenizer_path} has {len(tokenizer)} tokens, more than --vocab-size {args.vocab_size}"
         )
     train_prompts, eval_prompts = load_data(config, tokenizer, args.max_position_embeddings)
+    if config.data.prompts_per_step > len(train_prompts):
+        raise ValueError(
+            f"--prompts-per-step {config.data.prompts_per_step} is more than the {len(train_prompts)} prompts of "
+            f"--prompt-data {config.data.prompt_data}"
+        )
     order = PromptOrder(
         len(train_prompts), seed=config.data.prompt_order_seed, shuffle=config.data.shuffle_prompts,
         fingerprint=train_prompts.fingerprint,

@@ -7,6 +7,7 @@ one rank is rolled back on all: between two collectives over the whole world, ra
 Left out: building the model and the command line (`train`).
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ class Trainer:
         self.world = dist.group.WORLD
         self.device = rollouts.device
         self.counts = TokenCounts()
+        self.started = time.perf_counter()
 
     def train(self, first_step: int) -> int:
         """Steps `first_step` to --train-iters; returns the last step committed. Stops early, saved, on a signal."""
@@ -91,12 +93,24 @@ class Trainer:
             if self.args.save and self.args.save_interval and number % self.args.save_interval == 0:
                 self.save(number)
                 saved = number
-            if self.stop.agreed(self.world):
-                self.recorder.console.say(f"stopped by a signal after step {number}")
+            reason = self._reason_to_end(number)
+            if reason:
+                self.recorder.console.say(f"{reason} after step {number}")
                 break
         if self.args.save and saved != done:
             self.save(done)
         return done
+
+    def _reason_to_end(self, number: int) -> str:
+        """Why the run ends after this step although more were asked for, equal on every rank; "" to go on."""
+        if self.stop.agreed(self.world):
+            return "stopped by a signal"
+        if self.args.exit_interval and number % self.args.exit_interval == 0:
+            return "stopped by --exit-interval"
+        minutes = (time.perf_counter() - self.started) / 60
+        late = torch.tensor(int(minutes > (self.args.exit_duration_in_mins or math.inf)), device=self.device)
+        dist.all_reduce(late, op=dist.ReduceOp.MAX, group=self.world)
+        return "stopped by --exit-duration-in-mins" if late else ""
 
     def _evaluate_if(self, wanted: bool) -> float | None:
         if not (wanted and self.eval_prompts):
@@ -158,7 +172,7 @@ class Trainer:
         keep_state = len(share) == 1 and self.step.reference is None and objective.group_filter == "none"
 
         def sample(missing: int, attempt: int) -> list[PromptGroup]:
-            prompts = share if attempt == 0 else self._take_prompts(missing * dp.size())[:missing]
+            prompts = share if attempt == 0 else self._take_more_prompts(missing)
             found = [
                 self.rollouts.sample(
                     prompt, objective.group_size, number, attempt, keep_state=keep_state, version=number - 1
@@ -182,6 +196,13 @@ class Trainer:
         dp = self.groups.dp
         indices = self.order.take_shard(count, dp_rank=dp.rank(), dp_size=dp.size()) if count else []
         return [self.train_prompts[index] for index in indices]
+
+    def _take_more_prompts(self, missing: int) -> list[Prompt]:
+        """`missing` further prompts for this replica. Every replica moves on by as many as the neediest, so that all stand
+        at the same place of the data. Collective over data parallel."""
+        most = torch.tensor(missing, device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.groups.dp)
+        return self._take_prompts(int(most) * self.groups.dp.size())[:missing]
 
     def _score_reference(self, groups: list[PromptGroup]) -> None:
         if self.step.reference is not None:

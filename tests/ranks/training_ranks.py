@@ -157,6 +157,52 @@ def check_rollback(runner: Runner) -> None:
         assert not state["exp_avg"].any() and state["step"] == 0
 
 
+def check_early_end(runner: Runner) -> None:
+    """--exit-interval and --exit-duration-in-mins end the run after a step, saved; one rank's clock decides for all."""
+    for name, flags, minutes in (("interval", "--exit-interval 1", 0), ("duration", "--exit-duration-in-mins 5", 6)):
+
+        def pretend_to_be_late(trainer):
+            trainer.started -= 60 * minutes * dist.get_rank()
+
+        saved = runner.folder / f"{name}-saved"
+        records = runner.run(name, f"{flags} --save {saved} --save-interval 100", prepare=pretend_to_be_late)
+        assert [record["step"] for record in records] == [1], records
+        assert (saved / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
+
+
+def check_filter_over_replicas(runner: Runner) -> None:
+    """One replica's groups are dropped and sampled again, the other's are not: both stay at one place of the data."""
+    seen = {}
+
+    def drop_on_rank_1(trainer):
+        original, calls = trainer.rollouts.score, []
+
+        def score(prompts, groups, policy=None):
+            original(prompts, groups, policy)
+            for group in groups if policy is None else ():
+                first = not calls and dist.get_rank() == 1
+                group.rewards = [1.0] * len(group.rewards) if first else [float(i) for i in range(len(group.rewards))]
+                calls.append([prompt.prompt_id for prompt in prompts])
+
+        trainer.rollouts.score, seen["trainer"], seen["calls"] = score, trainer, calls
+
+    flags = "--context-parallel-size 1 --prompts-per-step 2 --group-filter drop_uniform --train-iters 2"
+    records = runner.run("filtered", flags, prepare=drop_on_rank_1)
+    assert [record["step"] for record in records] == [1, 2]
+    place = seen["trainer"].order.state_dict()
+    assert place["position"] == 6, place  # 2 a step, and 2 more in the first, of which one was used
+    assert len(seen["calls"]) == 2 + runner.rank, seen["calls"]
+
+
+def check_too_few_prompts(runner: Runner) -> None:
+    try:
+        runner.run("too-few", "--prompts-per-step 17")
+    except ValueError as error:
+        assert "--prompts-per-step 17 is more than the 16 prompts of --prompt-data" in str(error), error
+    else:
+        raise AssertionError("17 prompts a step of 16 were not refused")
+
+
 def check_objectives(runner: Runner, whole: list[dict]) -> None:
     """Other settings run: a reference, GSPO, Dr.GRPO with filtering, response-only, batched replay, data and tensor parallel."""
     records = runner.run("reference", "--kl-coefficient 0.1 --train-iters 2")
@@ -187,6 +233,9 @@ def main(rank: int, ranks: int, arguments: list[str]) -> None:
     check_resume(runner, whole)
     check_signal(runner)
     check_rollback(runner)
+    check_early_end(runner)
+    check_filter_over_replicas(runner)
+    check_too_few_prompts(runner)
     check_objectives(runner, whole)
     runner.end()
 

@@ -3,6 +3,7 @@
 The script imports once and forks its ranks: importing Megatron costs more than most checks.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ def run_on_ranks(script: Path, ranks: int, scratch: Path, arguments: list[str] =
     process = subprocess.Popen(
         [sys.executable, str(script), str(ranks), str(scratch / "rendezvous"), *arguments], env=environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY, start_new_session=True,
+        preexec_fn=_end_with_parent,
     )
     try:
         output, _ = process.communicate(timeout=seconds)
@@ -50,8 +52,14 @@ def _enter(rank, main, ranks, rendezvous, arguments):
     import torch
     import torch.distributed as dist
 
+    _end_with_parent()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     main(rank, ranks, arguments)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """Ask the kernel to end this process when the one that started it ends, however it ends (prctl(2))."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
