@@ -41,7 +41,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The benchmark's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model-preset", default="tiny-qwen3.6", help="architecture; see megatron/grpo/presets.py")
+    add("--model-preset", default="tiny-qwen3.6", help="architecture; see megatron/grpo/presets/")
     add("--prompt-length", type=int, default=8192, help="tokens of the prompt")
     add("--response-length", type=int, default=128, help="tokens of each response")
     add("--group-size", type=int, default=8, help="responses")

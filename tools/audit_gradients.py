@@ -45,6 +45,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=tuple(DTYPES), default="float64", help="of the engine; the reference is float64")
     add("--seed", type=int, default=1, help="of weights and tokens")
     add("--json", default="-", metavar="PATH", help="where the report goes; - is standard output")
+    parser.set_defaults(expert_model_parallel_size=1)
     args = parser.parse_args(argv)
     args.response_lengths = [int(n) for n in args.response_lengths.split(",")]
     if args.prompt_length < 1 or min(args.response_lengths) < 1:

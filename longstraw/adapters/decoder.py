@@ -32,8 +32,13 @@ def run_decoder(model: GPTModel, tokens: torch.Tensor, layout: BlockLayout) -> t
         return None
 
 
-def rotary_rows(model: GPTModel, layout: BlockLayout) -> torch.Tensor:
-    """The rotary angles of this rank's rows [R, 1, 1, rotary dim], at their absolute positions."""
+def rotary_rows(model: GPTModel, layout: BlockLayout) -> torch.Tensor | None:
+    """The rotary angles of this rank's rows [R, 1, 1, rotary dim], at their absolute positions.
+
+    None for latent attention, whose modules have rotary tables of their own.
+    """
+    if model.config.multi_latent_attention:
+        return None
     return model.rotary_pos_emb.get_emb(layout.rows, offset=layout.row_position)
 
 

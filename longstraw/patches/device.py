@@ -5,7 +5,7 @@ few constructors. Without a CUDA device this module answers the first kind perma
 the second kind inside a `with cuda_means_cpu():` block, which the training program opens around building, optimizer
 and checkpoint calls. The block is not needed around a sweep: nothing there names "cuda", and an omission raises.
 
-Left out: anything about MoE, MLA or Transformer Engine. With a CUDA device every function here does nothing.
+Left out: Transformer Engine. With a CUDA device every function here does nothing.
 """
 
 import contextlib
@@ -113,6 +113,7 @@ def install_cpu_device_layer() -> None:
     cuda._longstraw_cpu = True
     _patch_rng_tracker()
     _patch_gated_delta_net()
+    _patch_token_dispatcher()
 
 
 def _patch_rng_tracker() -> None:
@@ -133,6 +134,17 @@ def _patch_gated_delta_net() -> None:
     require_source(common._GDNBase._prepare_input_for_gated_delta_rule, "l2norm(query_key.contiguous())")
     common.HAVE_FLA = True
     common.l2norm = l2norm
+
+
+def _patch_token_dispatcher() -> None:
+    """The all-to-all of experts wants its split sizes as numpy arrays, which Megatron makes of CUDA tensors only."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    require_attribute(token_dispatcher, "maybe_move_tensor_to_cpu")
+    require_source(moe_utils.maybe_move_tensor_to_cpu, "torch.is_tensor(tensor) and tensor.is_cuda", "as_numpy: bool")
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
 
 
 def l2norm(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Lift Megatron's float32 islands, so that a float64 audit is float64 throughout.
 
-Megatron's modules cast to float32 in places (the gated delta rule, decay and gates, the rotary application, the
-softmax). In a float64 model each such cast would cap the agreement at 1e-7. Inside `lift_float64()` a cast of a float64
-tensor to float32 leaves it as it is; tensors of other dtypes are untouched.
+Megatron's modules cast to float32 in places (the gated delta rule, decay and gates, the rotary application, softmaxes, the
+scores of the sparse indexer and of the router). In a float64 model each such cast would cap the agreement at 1e-7. Inside
+`lift_float64()` a cast of a float64 tensor to float32 leaves it as it is, and a function that is asked for a float32
+result of a float64 tensor gives a float64 one; tensors of other dtypes are untouched.
 """
 
 import torch
@@ -10,7 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class lift_float64(TorchFunctionMode):
-    """`with lift_float64():` makes `.float()` and `.to(torch.float32)` the identity on float64 tensors."""
+    """`with lift_float64():` keeps what comes of a float64 tensor in float64.
+
+    `.float()` and `.to(torch.float32)` are the identity on it, and `dtype=torch.float32` means float64.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -20,4 +24,6 @@ class lift_float64(TorchFunctionMode):
             )
             if narrows:
                 return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)

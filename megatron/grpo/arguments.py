@@ -164,7 +164,7 @@ def resolve_preset(args: argparse.Namespace) -> ModelPreset:
         preset, **changed, vocab_size=args.vocab_size, max_position_embeddings=args.max_position_embeddings,
         rotary_base=args.rotary_base, rotary_percent=args.rotary_percent, layernorm_epsilon=args.layernorm_epsilon,
         zero_centered_norm=args.layernorm_zero_centered_gamma, qkv_bias=args.add_qkv_bias,
-        tied_embeddings=not args.untie_embeddings_and_output_weights,
+        tied_embeddings=not args.untie_embeddings_and_output_weights, num_experts=args.num_experts,
     )
 
 

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from longstraw.adapters.full_attention import PagedCoreAttention
@@ -45,20 +47,24 @@ def pad_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int
 def build_model(
     preset: ModelPreset, config: TransformerConfig, groups: ProcessGroupCollection, *,
     core_attention: type = PagedCoreAttention, gated_delta_net: type = StatefulGatedDeltaNet,
-    padded_vocab_size: int | None = None,
+    sparse_attention: type = DSAttention, router: type = TopKRouter, padded_vocab_size: int | None = None,
 ) -> GPTModel:
     """The model of a preset, by default the stateful one, on the current device.
 
-    core_attention and gated_delta_net pick other classes: `DotProductAttention` or `FlashCoreAttention` with Megatron's
-    `GatedDeltaNet` give the conventional model. padded_vocab_size: see `pad_vocab_size` (default: no padding).
-    Raises ValueError where TP x CP does not divide what it has to.
+    core_attention, gated_delta_net, sparse_attention and router pick other classes: `DotProductAttention` or
+    `FlashCoreAttention` with Megatron's `GatedDeltaNet`, `DSAttention` and `TopKRouter` give the conventional model.
+    padded_vocab_size: see `pad_vocab_size` (default: no padding).
+    Raises ValueError where the parallel sizes do not divide what they have to.
     """
     check_divisible(preset, config)
     install_cpu_device_layer()
     with cuda_means_cpu():
-        return GPTModel(
+        model = GPTModel(
             config,
-            build_decoder_spec(config, core_attention=core_attention, gated_delta_net=gated_delta_net),
+            build_decoder_spec(
+                config, core_attention=core_attention, gated_delta_net=gated_delta_net,
+                sparse_attention=sparse_attention, router=router,
+            ),
             vocab_size=padded_vocab_size or preset.vocab_size,
             max_sequence_length=preset.max_position_embeddings,
             share_embeddings_and_output_weights=preset.tied_embeddings,
@@ -67,14 +73,26 @@ def build_model(
             rotary_base=preset.rotary_base,
             pg_collection=groups,
         )
+    if preset.latent_norm_epsilon is not None:
+        set_latent_norm_epsilon(model, preset.latent_norm_epsilon)
+    return model
+
+
+def set_latent_norm_epsilon(model: GPTModel, epsilon: float) -> None:
+    """Set the epsilon of the norms on the query and key/value latents, which Megatron builds with the layer norms'."""
+    for layer in model.decoder.layers:
+        layer.self_attention.q_layernorm.eps = layer.self_attention.kv_layernorm.eps = epsilon
 
 
 def build_conventional_model(preset, config, groups, *, flash: bool, padded_vocab_size: int | None = None) -> GPTModel:
-    """The same model of Megatron's own classes: whole sequences under ordinary autograd (context parallel 1)."""
+    """The same model of Megatron's own classes: whole sequences under ordinary autograd (context parallel 1).
+
+    flash: full attention by `FlashCoreAttention`. Sparse attention is always Megatron's unfused DSAttention.
+    """
     attention = FlashCoreAttention if flash else DotProductAttention
     return build_model(
-        preset, config, groups, core_attention=attention, gated_delta_net=GatedDeltaNet,
-        padded_vocab_size=padded_vocab_size,
+        preset, config, groups, core_attention=attention, gated_delta_net=GatedDeltaNet, sparse_attention=DSAttention,
+        router=TopKRouter, padded_vocab_size=padded_vocab_size,
     )
 
 

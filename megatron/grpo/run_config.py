@@ -22,7 +22,7 @@ class RunConfig:
     """The run: model, outputs, evaluation and the reference policy."""
 
     model_preset: Optional[str] = None
-    """Architecture, by name (see megatron/grpo/presets.py). It sets the defaults of Megatron's model flags; a flag
+    """Architecture, by name (see megatron/grpo/presets/). It sets the defaults of Megatron's model flags; a flag
     given explicitly wins. Required."""
 
     output_dir: Optional[str] = None

@@ -79,6 +79,18 @@ def test_dimensions_of_the_real_model():
     assert (preset.vocab_size, preset.rotary_base, preset.rotary_percent) == (248_320, 10_000_000, 0.25)
 
 
+def test_dimensions_of_the_real_sparse_model():
+    preset = get_preset("glm-5.2")
+    assert (preset.hidden_size, preset.num_layers, preset.ffn_hidden_size, preset.num_attention_heads) == (6144, 78, 12_288, 64)
+    assert (preset.q_lora_rank, preset.kv_lora_rank) == (2048, 512)
+    assert (preset.qk_head_dim, preset.qk_pos_emb_head_dim, preset.v_head_dim) == (192, 64, 256)
+    assert (preset.num_experts, preset.moe_router_topk, preset.moe_ffn_hidden_size) == (256, 8, 2048)
+    assert preset.moe_layer_freq == (0,) * 3 + (1,) * 75 and preset.moe_router_topk_scaling_factor == 2.5
+    assert (preset.dsa_indexer_n_heads, preset.dsa_indexer_head_dim, preset.dsa_indexer_topk) == (32, 128, 2048)
+    assert (preset.vocab_size, preset.rotary_base) == (154_880, 8_000_000)
+    assert preset.max_position_embeddings >= 2_097_152 + 8_192
+
+
 @pytest.mark.parametrize("vocab, divisible_by, tp, padded", [(101, 128, 1, 128), (128, 128, 1, 128), (129, 64, 2, 256), (5, 1, 2, 6)])
 def test_padded_vocabulary(vocab, divisible_by, tp, padded):
     assert pad_vocab_size(vocab, divisible_by, tp) == padded

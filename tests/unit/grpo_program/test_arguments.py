@@ -123,10 +123,33 @@ REFUSED = {
     "--recompute-granularity selective": "--recompute-modules mlp",
     "--recompute-granularity selective --recompute-modules core_attn": "--recompute-modules mlp",
     "--recompute-activations": "--recompute-modules mlp",
-    "--num-experts 4": "mixture-of-experts",
-    "--moe-grouped-gemm": "mixture-of-experts",
-    "--expert-model-parallel-size 2": "mixture-of-experts",
-    "--multi-latent-attention": "multi-latent attention",
+    "--num-experts 4": "a --model-preset with experts",
+    "--moe-grouped-gemm": "--transformer-impl transformer_engine",
+    "--expert-model-parallel-size 2": "does not divide the 1 ranks",
+    "--expert-model-parallel-size 0": "at least 1",
+    "--expert-tensor-parallel-size 2": "--expert-model-parallel-size",
+    "--multi-latent-attention": "--model-preset",
+    "--model-preset tiny-glm5.2 --moe-router-fusion": "anew",
+    "--model-preset tiny-glm5.2 --moe-router-load-balancing-type sinkhorn": "sinkhorn",
+    "--model-preset tiny-glm5.2 --moe-router-load-balancing-type quantile_balancing": "quantile",
+    "--model-preset tiny-glm5.2 --moe-router-load-balancing-type aux_loss": "no part of GRPO's loss",
+    "--model-preset tiny-glm5.2 --moe-aux-loss-coeff 0.01": "no part of GRPO's loss",
+    "--model-preset tiny-glm5.2 --moe-z-loss-coeff 0.001": "no part of GRPO's loss",
+    "--model-preset tiny-glm5.2 --moe-expert-capacity-factor 1.5": "dropped tokens",
+    "--model-preset tiny-glm5.2 --moe-pad-expert-input-to-capacity": "dropped tokens",
+    "--model-preset tiny-glm5.2 --moe-token-drop-policy position": "dropped tokens",
+    "--model-preset tiny-glm5.2 --moe-layer-recompute": "--recompute-modules mlp",
+    "--model-preset tiny-glm5.2 --recompute-granularity selective --recompute-modules moe": "--recompute-modules mlp",
+    "--model-preset tiny-glm5.2 --moe-enable-routing-replay": "always recorded",
+    "--model-preset tiny-glm5.2 --moe-router-bias-update-rate 0.1": "frozen",
+    "--model-preset tiny-glm5.2 --moe-token-dispatcher-type allgather": "all-to-all",
+    "--model-preset tiny-glm5.2 --moe-input-jitter-eps 0.1": "other noise",
+    "--model-preset tiny-glm5.2 --moe-permute-fusion": "setting of experts",
+    "--model-preset tiny-glm5.2 --dsa-indexer-loss-coeff 0.1": "indexer's own loss",
+    "--model-preset tiny-glm5.2 --dsa-kernel-backend tilelang": "setting of sparse attention",
+    "--model-preset tiny-glm5.2 --rope-type yarn": "--model-preset",
+    "--model-preset tiny-glm5.2 --num-layers 6": "--moe-layer-freq names 8 layers",
+    "--model-preset tiny-glm5.2 --moe-router-topk 20": "--num-experts 16",
     "--experimental-attention-variant dsa": "--experimental-attention-variant",
     "--mtp-num-layers 1": "multi-token prediction",
     "--fp16": "--bf16",
@@ -276,7 +299,7 @@ def test_help_starts_with_our_groups_and_hides_what_is_refused():
     titles = [title for _, title in CONFIG_GROUPS.values()]
     places = [text.index(f"\n{title}:\n") for title in titles]
     assert places == sorted(places) and places[-1] < text.index("--tensor-model-parallel-size TENSOR")
-    for hidden in ("--moe-", "--rl-", "--grpo-", "--fp16", "--micro-batch-size", "mixture"):
+    for hidden in ("--moe-router-fusion", "--moe-aux", "--rl-", "--grpo-", "--fp16", "--micro-batch-size"):
         assert hidden not in text
     for line in ("--group-size", "--semantics", "--save-interval", "--context-parallel-size"):
         assert line in text

@@ -1,5 +1,6 @@
 """Megatron's CUDA questions answered on the CPU: once, twice, and only while the targets look as they did."""
 
+import numpy
 import pytest
 import torch
 
@@ -51,6 +52,26 @@ def test_a_removed_switch_is_refused(monkeypatch):
     monkeypatch.delattr(common, "HAVE_FLA")
     with pytest.raises(PatchMismatch, match="has no attribute 'HAVE_FLA'"):
         device._patch_gated_delta_net()
+
+
+def test_split_sizes_of_the_token_dispatcher_become_numpy_arrays():
+    """As for a CUDA tensor: the all-to-all takes no tensors for split sizes. Installed twice, it is the same."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    for _ in range(2):
+        device._patch_token_dispatcher()
+        sizes = torch.tensor([3, 0])
+        assert isinstance(token_dispatcher.maybe_move_tensor_to_cpu(sizes, as_numpy=True), numpy.ndarray)
+        assert token_dispatcher.maybe_move_tensor_to_cpu(sizes) is sizes
+        assert token_dispatcher.maybe_move_tensor_to_cpu(5, as_numpy=True) == 5
+
+
+def test_a_changed_token_dispatcher_is_refused(monkeypatch):
+    from megatron.core.transformer.moe import moe_utils
+
+    monkeypatch.setattr(moe_utils, "maybe_move_tensor_to_cpu", lambda tensor: tensor)
+    with pytest.raises(PatchMismatch, match="no longer contains"):
+        device._patch_token_dispatcher()
 
 
 def test_cuda_means_cpu_only_inside_the_block():
