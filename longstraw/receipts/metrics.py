@@ -96,15 +96,20 @@ def format_line(record: Mapping[str, Scalar]) -> str:
     return json.dumps(dict(record), allow_nan=False) + "\n"
 
 
-def open_tensorboard(directory: str | os.PathLike, resumed_step: int = 0) -> ScalarWriter:
-    """A TensorBoard writer whose viewers forget what an earlier run wrote after `resumed_step`."""
+def open_tensorboard(directory: str | os.PathLike, resumed_step: int = 0, *, queue_size: int = 10) -> ScalarWriter:
+    """A TensorBoard writer whose viewers forget what an earlier run wrote after `resumed_step`.
+
+    queue_size: events held back before they are written.
+    """
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(os.fspath(directory), purge_step=resumed_step + 1)
+    return SummaryWriter(os.fspath(directory), max_queue=queue_size, purge_step=resumed_step + 1)
 
 
 class MetricsWriter:
-    """Appends each step's metrics to DIRECTORY/metrics.jsonl and mirrors them. Every rank checks; only rank 0 writes.
+    """Appends each step's metrics to DIRECTORY/metrics.jsonl, on rank 0 alone, and mirrors them to the writers given.
+
+    Every rank checks each record. A mirror may be on any rank: Megatron's W&B run is on the last one.
 
     Args:
         directory: of the run; made if missing.
@@ -130,13 +135,8 @@ class MetricsWriter:
         """Adds one step. Raises ValueError as `check_record` does, before anything is written."""
         check_record(record, self.last_step)
         self.last_step = record["step"]
-        if self._file is None:
-            return
-        line = format_line(record).encode()
-        # One write of one whole line: a reader, or a crash, meets either all of it or a last line without its end.
-        if os.write(self._file, line) != len(line):
-            raise OSError(f"{self.path}: the disk took only part of a line")
-        os.fsync(self._file)
+        if self._file is not None:
+            self._append(record)
         if self.tensorboard is not None:
             for key, value in record.items():
                 if key != "step" and isinstance(value, (int, float)):
@@ -145,6 +145,13 @@ class MetricsWriter:
             self.tensorboard.flush()
         if self.wandb is not None:
             self.wandb.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
+
+    def _append(self, record: Mapping[str, Scalar]) -> None:
+        line = format_line(record).encode()
+        # One write of one whole line: a reader, or a crash, meets either all of it or a last line without its end.
+        if os.write(self._file, line) != len(line):
+            raise OSError(f"{self.path}: the disk took only part of a line")
+        os.fsync(self._file)
 
     def close(self) -> None:
         """Closes the file; the mirrors belong to whoever opened them."""

@@ -6,7 +6,7 @@
             recorder.record_step({"step": step, "reward_mean": ..., ...})
         recorder.finish(receipt, title="tiny-qwen3.6, exact, CP 2, G 8")
 
-Every rank makes one and calls it alike; only rank 0 writes or prints. Left out: collectives.
+Every rank makes one and calls it alike; rank 0 writes and prints, and a W&B run may be on another. Left out: collectives.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from longstraw.receipts.console import RunConsole, summarize_run
-from longstraw.receipts.metrics import MetricsWriter, RunLogger, Scalar, ScalarWriter, open_tensorboard, read_metrics
+from longstraw.receipts.metrics import MetricsWriter, RunLogger, Scalar, open_tensorboard, read_metrics
 from longstraw.receipts.phases import PhaseClock
 from longstraw.receipts.plots import plot_run
 from longstraw.receipts.receipt import Receipt, write_receipt
@@ -29,19 +29,19 @@ class RunRecorder:
         last_step: number of the run's last step.
         rank: this process's global rank.
         resumed_step: the last step that the loaded checkpoint holds; 0 for a new run.
-        tensorboard: a writer to use (Megatron's, where its flags ask for one); by default one of its own in
-            DIRECTORY/tensorboard.
-        wandb: a W&B run to log to.
+        tensorboard_folder: of the events, by default DIRECTORY/tensorboard.
+        tensorboard_queue: events held back before they are written.
+        wandb: a W&B run to log to, on any one rank.
         synchronize: see `PhaseClock`.
     """
 
     def __init__(self, directory: str | os.PathLike, *, last_step: int, rank: int = 0, resumed_step: int = 0,
-                 tensorboard: ScalarWriter | None = None, wandb: RunLogger | None = None,
-                 synchronize: Callable[[], None] | None = None):
+                 tensorboard_folder: str | os.PathLike | None = None, tensorboard_queue: int = 10,
+                 wandb: RunLogger | None = None, synchronize: Callable[[], None] | None = None):
         self.directory, self.rank = Path(directory), rank
-        if tensorboard is None and rank == 0:
-            tensorboard = open_tensorboard(self.directory / "tensorboard", resumed_step)
-        self.metrics = MetricsWriter(self.directory, rank=rank, resumed_step=resumed_step, tensorboard=tensorboard, wandb=wandb)
+        folder = tensorboard_folder or self.directory / "tensorboard"
+        self.board = open_tensorboard(folder, resumed_step, queue_size=tensorboard_queue) if rank == 0 else None
+        self.metrics = MetricsWriter(self.directory, rank=rank, resumed_step=resumed_step, tensorboard=self.board, wandb=wandb)
         self.console = RunConsole(last_step, first_step=resumed_step + 1, rank=rank)
         self.clock = PhaseClock(synchronize, on_enter=self.console.show_phase)
 
@@ -52,6 +52,8 @@ class RunRecorder:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.console.__exit__(kind, error, trace)
         self.metrics.close()
+        if self.board is not None:
+            self.board.close()
 
     def record_step(self, record: Mapping[str, Scalar]) -> None:
         """Writes a step's metrics, then shows them. Raises ValueError as `metrics.check_record` does."""

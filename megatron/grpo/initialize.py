@@ -29,7 +29,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
-from megatron.training import get_tensorboard_writer, get_wandb_writer
+from megatron.training import get_wandb_writer
 from megatron.training.global_vars import set_global_variables, unset_global_variables
 from megatron.training.initialize import initialize_megatron
 
@@ -43,8 +43,8 @@ _held_folders: list[io.IOBase] = []
 def initialize(args: Namespace) -> ProcessGroupCollection:
     """Join the job, claim the output folders, set Megatron's globals and the seeds. Collective.
 
-    args: from `parse_arguments`. Writes `arguments.json` into the output folder. The TensorBoard writer
-    (`megatron.training.get_tensorboard_writer`) and W&B's are on the last rank, as in Megatron.
+    args: from `parse_arguments`. Writes `arguments.json` into the output folder. W&B's run
+    (`megatron.training.get_wandb_writer`) is on the last rank, as in Megatron; TensorBoard is the recorder's on rank 0.
     Raises ValueError, on every rank, when another run holds the output folder or the checkpoint folder.
     """
     install_cpu_device_layer()
@@ -59,7 +59,10 @@ def initialize(args: Namespace) -> ProcessGroupCollection:
         quiet_logs()
         logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # says at each start that it is there
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron announces each of its globals
+        # Without the folder Megatron opens no TensorBoard writer, whose events would be a second, empty run in it.
+        folder, args.tensorboard_dir = args.tensorboard_dir, None
         set_global_variables(args, build_tokenizer=False)
+        args.tensorboard_dir = folder
         initialize_megatron(allow_no_cuda=True, skip_mpu_initialization=True)
     seed_everything(args.seed)
     return groups
@@ -121,9 +124,7 @@ def seed_everything(seed: int) -> None:
 
 def shut_down() -> None:
     """Close the writers, leave the process groups and give the folders back. For the regular end of a run."""
-    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
-    if writer is not None:
-        writer.close()
+    wandb = get_wandb_writer()
     if wandb is not None:
         wandb.finish()
     unset_global_variables()

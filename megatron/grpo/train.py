@@ -13,6 +13,7 @@ from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
+from megatron.training import get_wandb_writer
 
 from longstraw.memory_meter import read_peak_bytes
 from longstraw.objectives.advantages import UniformGroupsError
@@ -185,7 +186,10 @@ def run(args, config) -> None:
     )
     step.check_stop = lambda: _stop_if(stop.agreed(groups.tp_cp))
     initial_weights = checksum_weights(model)
-    recorder = RunRecorder(args.output_dir, last_step=args.train_iters, rank=dist.get_rank(), resumed_step=done)
+    recorder = RunRecorder(
+        args.output_dir, last_step=args.train_iters, rank=dist.get_rank(), resumed_step=done,
+        tensorboard_folder=args.tensorboard_dir, tensorboard_queue=args.tensorboard_queue_size, wandb=get_wandb_writer(),
+    )
 
     def save(number: int):
         with recorder.clock.phase("save"):

@@ -142,9 +142,8 @@ class Trainer:
             self._roll_back(snapshot)
             raise
         self.counts.add(groups)
-        return {"step": number} | self._describe(groups) | metrics | {
-            "seconds": time.perf_counter() - started, "peak_bytes": read_peak_bytes(),
-        }
+        seconds, peak_bytes = self._largest(time.perf_counter() - started, read_peak_bytes())
+        return {"step": number} | self._describe(groups) | metrics | {"seconds": seconds, "peak_bytes": int(peak_bytes)}
 
     def _phase(self, name: str, work: Callable[[], object]):
         """Run a phase on this rank, then agree with all ranks on how it ended."""
@@ -259,6 +258,12 @@ class Trainer:
             "truncated_fraction": total[3].item() / count, "reward_timeouts": int(total[4]),
             "reward_errors": int(total[5]), "rewards_invalid": int(total[6]),
         }
+
+    def _largest(self, *values: float) -> list[float]:
+        """The largest of each value over all ranks."""
+        largest = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.world)
+        return largest.tolist()
 
     def _failed_rewards(self) -> list[float]:
         return [float(self.rollouts.statuses[status]) for status in ("timeout", "error", "invalid")]
