@@ -44,9 +44,13 @@ def merge_partials(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def merge_into(o: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Merge a partial result into the running o [B, H, R, D] and lse [B, H, R], in place."""
+    """Merge a partial result into the running o [B, H, R, D] and lse [B, H, R], in place.
+
+    Either may have seen no key (lse -inf, o finite), also both.
+    """
     new = torch.logaddexp(lse, part_lse)
-    o.mul_((lse - new).exp()[..., None]).add_(part * (part_lse - new).exp()[..., None])
+    base = new.masked_fill(new == -torch.inf, 0.0)
+    o.mul_((lse - base).exp()[..., None]).add_(part * (part_lse - base).exp()[..., None])
     lse.copy_(new)
 
 

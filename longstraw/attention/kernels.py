@@ -8,10 +8,16 @@ B batch, H query heads, G key/value heads, S queries, N keys, D head dim. `causa
 (S == N, both at the same positions). Neither S nor N may be 0: callers skip such spans.
 
 Backends, chosen by device and dtype: on the CPU aten's flash kernel; on CUDA aten's flash kernel for 16-bit dtypes,
-its memory-efficient kernel for float32, and plain matrix products for float64.
+its memory-efficient kernel for float32, and plain matrix products for float64. Heads wider than aten's kernels take
+(`WIDEST_HEAD`; the latents of multi-latent attention) run in blocks of matrix products: see `wide_heads`.
 """
 
 import torch
+
+from longstraw.attention.wide_heads import wide_heads_bwd, wide_heads_fwd
+
+WIDEST_HEAD = 256
+"""The widest head of aten's flash kernel on CUDA."""
 
 _aten = torch.ops.aten
 
@@ -22,6 +28,9 @@ def attend_fwd(
     """q [B, H, S, D], k and v [B, G, N, D] -> output [B, H, S, D] and log-sum-exp [B, H, S] (float32 or wider)."""
     if q.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    if q.shape[-1] > WIDEST_HEAD:
+        o, lse = wide_heads_fwd(q, k, v, causal, scale)
+        return o.to(q.dtype), lse
     if q.dtype in (torch.bfloat16, torch.float16):
         k, v = _expand_heads(q, k), _expand_heads(q, v)
         return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
@@ -39,6 +48,8 @@ def attend_bwd(
     """Gradients (dq, dk, dv) of this span, given the output o and log-sum-exp lse over *all* spans; shapes as inputs."""
     if q.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, causal, scale=scale)
+    if q.shape[-1] > WIDEST_HEAD:
+        return wide_heads_bwd(do, q, k, v, o, lse, causal, scale)
     if q.dtype in (torch.bfloat16, torch.float16):
         return _cuda_flash_bwd(do, q, k, v, o, lse, causal, scale)
     if q.dtype is torch.float32:
