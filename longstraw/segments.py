@@ -51,9 +51,9 @@ class Segment:
 
 @dataclass(eq=False)
 class SegmentState:
-    """What a segment's sweep has left, layer by layer: pages of attention layers, boundary states of GDN layers.
+    """What a segment's sweep has left, layer by layer: pages of attention layers, boundary states of GDN layers, routing.
 
-    parent: the state that the segment follows. plan: its blocks. layers: layer_number -> the adapter's state.
+    parent: the state that the segment follows. plan: its blocks. layers: the adapter's key -> its state.
     constant: later segments treat this state as a constant (`response_only`): they add nothing to its adjoints.
     """
 
@@ -62,7 +62,7 @@ class SegmentState:
     plan: list[BlockLayout]
     batch: int
     start: int
-    layers: dict[int, object] = field(default_factory=dict)
+    layers: dict[object, object] = field(default_factory=dict)
     constant: bool = False
 
     @property

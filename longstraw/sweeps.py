@@ -17,9 +17,9 @@ from typing import Literal
 
 import torch
 
-from longstraw.adapters.base import LayerRun, StatePolicy, bind
+from longstraw.adapters.base import Key, LayerRun, StatePolicy, bind
 from longstraw.adapters.decoder import run_decoder, token_logprobs
-from longstraw.adapters.registry import find_adapters
+from longstraw.adapters.registry import find_adapters, find_routers
 from longstraw.attention.exchange import gather_tokens
 from longstraw.attention.geometry import Exchange
 from longstraw.attention.layout import plan_blocks
@@ -82,7 +82,8 @@ class ReplayEngine:
         self.model, self.config, self.vocab_size, self.temperature = model, config, vocab_size, temperature
         self.cp = model.pg_collection.cp
         self.unit = model.pg_collection.tp.size() if model.config.sequence_parallel else 1
-        self.adapters = find_adapters(model, model.config.num_layers)
+        self.mixers = find_adapters(model, model.config.num_layers)
+        self.adapters = [*self.mixers, *find_routers(model)]
         self.ledger = Ledger()
         self.policy = StatePolicy(
             page_residency=config.page_residency, adjoint_residency=config.adjoint_residency,
@@ -98,22 +99,22 @@ class ReplayEngine:
         plan = plan_blocks(start, segment.length, block_size, self.cp.size(), self.cp.rank(), self.unit, self.cp)
         state = SegmentState(segment.name, parent, plan, segment.inputs.shape[0], start, constant=constant)
         for adapter in self.adapters:
-            state.layers[adapter.layer_number] = adapter.open(state, self.policy)
+            state.layers[adapter.key] = adapter.open(state, self.policy)
         return state
 
     def _run_block(self, segment: Segment, state: SegmentState, block: int, *, replay: bool):
-        """One block through the model -> (hidden or None, layer_number -> run)."""
-        stop_at = self.adapters[-1] if segment.captures_only else None
-        runs: dict[int, LayerRun] = {}
+        """One block through the model -> (hidden or None, adapter's key -> run)."""
+        stop_at = self.mixers[-1] if segment.captures_only else None
+        runs: dict[Key, LayerRun] = {}
         for adapter in self.adapters:
             stop_here = adapter is stop_at
-            runs[adapter.layer_number] = adapter.restore(state, block, self.policy, replay=replay, stop_here=stop_here)
+            runs[adapter.key] = adapter.restore(state, block, self.policy, replay=replay, stop_here=stop_here)
         self._announce_pages(runs)
         with bind(self.adapters, runs):
             hidden = run_decoder(self.model, segment.inputs[:, cut_columns(state, block)], state.plan[block])
         return hidden, runs
 
-    def _announce_pages(self, runs: dict[int, LayerRun]) -> None:
+    def _announce_pages(self, runs: dict[Key, LayerRun]) -> None:
         """Tell each paged layer which pages the next one will read, so that they are fetched meanwhile."""
         paged = [run for run in runs.values() if getattr(run, "history", None)]
         for run, following in zip(paged, paged[1:]):
@@ -130,7 +131,7 @@ class ReplayEngine:
         """One block of the forward sweep: captures its state and returns its hidden states [rows, B, hidden]."""
         hidden, runs = self._run_block(segment, state, block, replay=False)
         for adapter in self.adapters:
-            adapter.capture(runs[adapter.layer_number], state, block)
+            adapter.capture(runs[adapter.key], state, block)
         return hidden
 
     @torch.no_grad()
@@ -213,7 +214,7 @@ class ReplayEngine:
         return self._differentiate_block(segment, state, block, runs, logprobs)
 
     def _differentiate_block(
-        self, segment: Segment, state: SegmentState, block: int, runs: dict[int, LayerRun], logprobs: torch.Tensor | None
+        self, segment: Segment, state: SegmentState, block: int, runs: dict[Key, LayerRun], logprobs: torch.Tensor | None
     ) -> float:
         """The one backward of a block whose graph is there; its adjoints go on to what came before."""
         tensors, grads, loss = [], [], None
@@ -222,12 +223,12 @@ class ReplayEngine:
             tensors.append(loss)
             grads.append(torch.ones_like(loss))
         for adapter in self.adapters:
-            for tensor, grad in adapter.replay_roots(runs[adapter.layer_number], state, block):
+            for tensor, grad in adapter.replay_roots(runs[adapter.key], state, block):
                 tensors.append(tensor)
                 grads.append(grad)
         torch.autograd.backward(tensors, grads)
         for adapter in self.adapters:
-            adapter.pass_adjoint(runs[adapter.layer_number], state, block)
+            adapter.pass_adjoint(runs[adapter.key], state, block)
         return 0.0 if loss is None else loss.item()
 
     def replay_children(self, children: list[Segment], state: SegmentState) -> float:

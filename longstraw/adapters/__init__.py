@@ -1,5 +1,5 @@
 """What each kind of layer leaves, restores and replays, on Megatron's own modules.
 
 `base`: the protocol that another architecture implements. `full_attention`, `gated_delta_net`: one layer kind each.
-`decoder`: one block of tokens through a whole model. `registry`: which adapter serves which module.
+`expert_routing`: experts. `decoder`: one block of tokens through a whole model. `registry`: which adapter serves which module.
 """

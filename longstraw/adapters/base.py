@@ -19,6 +19,9 @@ from longstraw.prompt_state.ledger import Ledger
 from longstraw.prompt_state.residency import Residency, Staging
 from longstraw.segments import SegmentState
 
+Key = int | tuple[str, int]
+"""Names an adapter's state in a segment, and its run: the layer number of a mixer, ("router", number) of experts."""
+
 Root = tuple[torch.Tensor, torch.Tensor]
 """A tensor of a block's graph and the gradient to start from there."""
 
@@ -51,9 +54,10 @@ class LayerRun:
 
 
 class LayerAdapter(Protocol):
-    """One stateful layer of a model."""
+    """One stateful module of a model: every layer's mixer (attention or another), and the router of each with experts."""
 
     layer_number: int
+    key: Key
     module: torch.nn.Module
 
     def open(self, segment: SegmentState, policy: StatePolicy) -> object:
@@ -88,11 +92,11 @@ class LayerAdapter(Protocol):
 
 
 @contextmanager
-def bind(adapters: list[LayerAdapter], runs: dict[int, LayerRun]) -> Iterator[None]:
+def bind(adapters: list[LayerAdapter], runs: dict[Key, LayerRun]) -> Iterator[None]:
     """Give each adapter's module its run; nothing stays bound after the block, also when it raises."""
     try:
         for adapter in adapters:
-            adapter.module.run = runs[adapter.layer_number]
+            adapter.module.run = runs[adapter.key]
         yield
     finally:
         for adapter in adapters:

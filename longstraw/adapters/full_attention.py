@@ -77,7 +77,8 @@ class FullAttentionAdapter:
     """The sweeps' view of one full-attention layer."""
 
     def __init__(self, module: PagedCoreAttention):
-        self.layer_number, self.module = module.layer_number, module
+        self.key = self.layer_number = module.layer_number
+        self.module = module
 
     def open(self, segment: SegmentState, policy: StatePolicy) -> AttentionState:
         """Pages for the tokens that this rank will own."""

@@ -126,7 +126,8 @@ class GatedDeltaNetAdapter:
     """The sweeps' view of one gated delta net layer."""
 
     def __init__(self, module: StatefulGatedDeltaNet):
-        self.layer_number, self.module = module.layer_number, module
+        self.key = self.layer_number = module.layer_number
+        self.module = module
 
     def open(self, segment: SegmentState, policy: StatePolicy) -> RecurrentStates:
         """No boundary yet: the first is the parent's end, or the beginning of everything."""

@@ -4,8 +4,10 @@ A new layer kind registers here: its stateful module class and its adapter class
 """
 
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 
 from longstraw.adapters.base import LayerAdapter
+from longstraw.adapters.expert_routing import ExpertRoutingAdapter, ReplayRouter
 from longstraw.adapters.full_attention import FullAttentionAdapter, PagedCoreAttention
 from longstraw.adapters.gated_delta_net import GatedDeltaNetAdapter, StatefulGatedDeltaNet
 
@@ -13,6 +15,9 @@ ADAPTERS: dict[type[torch.nn.Module], type] = {
     PagedCoreAttention: FullAttentionAdapter,
     StatefulGatedDeltaNet: GatedDeltaNetAdapter,
 }
+
+
+ROUTERS: dict[type[torch.nn.Module], type] = {ReplayRouter: ExpertRoutingAdapter}
 
 
 def find_adapters(model: torch.nn.Module, num_layers: int) -> list[LayerAdapter]:
@@ -26,3 +31,18 @@ def find_adapters(model: torch.nn.Module, num_layers: int) -> list[LayerAdapter]
             "build it with the layer specs of longstraw.patches.layer_specs and --pipeline-model-parallel-size 1"
         )
     return found
+
+
+def find_routers(model: torch.nn.Module) -> list[LayerAdapter]:
+    """One adapter for each layer with experts, in layer order.
+
+    Raises ValueError where experts are routed by another class, whose choices would not be repeated.
+    """
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    other = [module.layer_number for module in routers if type(module) not in ROUTERS]
+    if other:
+        raise ValueError(
+            f"the experts of layers {other} have no router that records its choices: build the model with the layer "
+            "specs of longstraw.patches.layer_specs"
+        )
+    return sorted((ROUTERS[type(module)](module) for module in routers), key=lambda adapter: adapter.layer_number)

@@ -11,6 +11,7 @@ Pure functions over the parsed namespace; no Megatron import here.
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 
+from longstraw.patches.world_sizes import find_misfits
 from megatron.grpo.presets import ModelPreset, get_preset
 
 _PRESET_FLAGS = """
@@ -294,12 +295,7 @@ def _check_parallel_sizes(args: Namespace, preset: ModelPreset, world_size: int)
         if getattr(args, name) < 1:
             return [f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}"]
     tp, cp, ep = (getattr(args, name) for name in names)
-    if world_size % (tp * cp):
-        found.append(
-            f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp} does not divide the {world_size} ranks"
-        )
-    if world_size % (tp * ep):
-        found.append(f"--expert-model-parallel-size {ep} does not divide the {world_size // tp} ranks")
+    found += find_misfits(world_size, tensor_parallel=tp, context_parallel=cp, expert_parallel=ep)
     if preset.ffn_hidden_size % tp:
         found.append(f"--tensor-model-parallel-size {tp} does not divide --ffn-hidden-size {preset.ffn_hidden_size}")
     if args.sequence_parallel and tp == 1:

@@ -14,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from longstraw.adapters.expert_routing import ReplayRouter
 from longstraw.adapters.full_attention import PagedCoreAttention
 from longstraw.adapters.gated_delta_net import StatefulGatedDeltaNet
 from longstraw.patches.device import cuda_means_cpu, install_cpu_device_layer
@@ -47,7 +48,7 @@ def pad_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int
 def build_model(
     preset: ModelPreset, config: TransformerConfig, groups: ProcessGroupCollection, *,
     core_attention: type = PagedCoreAttention, gated_delta_net: type = StatefulGatedDeltaNet,
-    sparse_attention: type = DSAttention, router: type = TopKRouter, padded_vocab_size: int | None = None,
+    sparse_attention: type = DSAttention, router: type = ReplayRouter, padded_vocab_size: int | None = None,
 ) -> GPTModel:
     """The model of a preset, by default the stateful one, on the current device.
 

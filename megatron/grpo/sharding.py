@@ -1,12 +1,15 @@
-"""How each parameter lies over the tensor-parallel ranks, by its name.
+"""How each parameter lies over the tensor-parallel and expert-parallel ranks, by its name.
 
 Column-parallel weights are cut along their first dimension, row-parallel ones along their second, norms are replicated.
 Some column-parallel weights hold several sections (gate and up; q, k, v, z, beta, alpha), each of which is cut.
 
-Left out: expert parallelism.
+Experts are not cut: each expert-parallel rank has some of them whole, under names that count from 0 on every rank.
 """
 
+import re
+
 import torch
+import torch.distributed as dist
 
 from megatron.grpo.presets import ModelPreset
 
@@ -57,3 +60,38 @@ def unshard_parameter(name: str, shards: list[torch.Tensor], preset: ModelPreset
     local = [[s // size for s in sections]] * size
     parts = [shard.split(sizes, 0) for shard, sizes in zip(shards, local)]
     return torch.cat([part[i] for i in range(len(sections)) for part in parts], 0)
+
+
+_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to one routed expert (shared experts are dense parameters)."""
+    return _EXPERT.fullmatch(name) is not None
+
+
+def whole_name(name: str, preset: ModelPreset, rank: int, size: int) -> str:
+    """The name that a parameter of an expert-parallel rank has in the model of one rank: its expert's number of all."""
+    found = _EXPERT.fullmatch(name)
+    if found is None or size == 1:
+        return name
+    before, number, after = found.groups()
+    return f"{before}{int(number) + rank * (preset.num_experts // size)}{after}"
+
+
+def gather_experts(
+    local: dict[str, torch.Tensor], preset: ModelPreset, ep: dist.ProcessGroup
+) -> dict[str, torch.Tensor]:
+    """Every expert's tensors (weights or gradients) under their whole names, and the other tensors as they are.
+
+    local: of this rank, in the same order on all. Collective over `ep`.
+    """
+    size, whole = ep.size(), {}
+    for name, tensor in local.items():
+        if size == 1 or not is_expert(name):
+            whole[name] = tensor
+            continue
+        parts = [torch.empty_like(tensor) for _ in range(size)]
+        dist.all_gather(parts, tensor.contiguous(), group=ep)
+        whole |= {whole_name(name, preset, rank, size): part for rank, part in enumerate(parts)}
+    return whole

@@ -18,7 +18,7 @@ from longstraw.segments import Segment, grow_group
 from longstraw.sweeps import ReplayEngine, SweepConfig
 from megatron.grpo.model_provider import build_conventional_model, build_model
 from megatron.grpo.presets import ModelPreset, get_preset
-from megatron.grpo.sharding import shard_parameter
+from megatron.grpo.sharding import shard_parameter, whole_name
 from tests.support.dense import Sequence, dense_gradients, take_gradients
 
 
@@ -61,6 +61,9 @@ def draw_weights(model: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(0.5 * noise)
             else:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):  # far enough from 0 to decide which experts are chosen
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator, dtype=torch.float64))
 
 
 def build_pair(
@@ -69,14 +72,16 @@ def build_pair(
 ) -> ModelPair:
     """A pair on these groups; the conventional model is whole on every rank."""
     model_parallel_cuda_manual_seed(seed)
-    plain_config = preset.transformer_config(use_cpu_initialization=True)
+    router = {"moe_router_dtype": "fp64"} if preset.has_experts else {}
+    plain_config = preset.transformer_config(use_cpu_initialization=True, **router)
     plain = build_conventional_model(
         preset, plain_config, single_rank_groups(groups), flash=False, padded_vocab_size=padded_vocab_size
     ).double()
     draw_weights(plain, seed)
     config = preset.transformer_config(
         use_cpu_initialization=True, tensor_model_parallel_size=groups.tp.size(),
-        context_parallel_size=groups.cp.size(), sequence_parallel=sequence_parallel,
+        context_parallel_size=groups.cp.size(), expert_model_parallel_size=groups.ep.size(),
+        sequence_parallel=sequence_parallel, **(router if dtype is torch.float64 else {}),
     )
     model = build_model(preset, config, groups, padded_vocab_size=padded_vocab_size).to(dtype)
     pair = ModelPair(preset, plain, model, preset.vocab_size)
@@ -88,9 +93,15 @@ def build_pair(
 def copy_weights(pair: ModelPair, groups: ProcessGroupCollection) -> None:
     """Round the conventional model's weights to the stateful model's dtype and copy them over, shard by shard."""
     whole = dict(pair.plain.named_parameters())
+    for parameter in whole.values():
+        parameter.copy_(parameter.to(next(pair.model.parameters()).dtype))
     for name, parameter in pair.model.named_parameters():
-        whole[name].copy_(whole[name].to(parameter.dtype))
-        parameter.copy_(shard_parameter(name, whole[name], pair.preset, groups.tp.rank(), groups.tp.size()))
+        source = whole[whole_name(name, pair.preset, groups.ep.rank(), groups.ep.size())]
+        parameter.copy_(shard_parameter(name, source, pair.preset, groups.tp.rank(), groups.tp.size()))
+    biases = dict(pair.plain.named_buffers())
+    for name, buffer in pair.model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.copy_(biases[name])
 
 
 @functools.cache
