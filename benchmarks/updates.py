@@ -160,8 +160,8 @@ class LongStrawUpdate:
             if isinstance(layer, RecurrentStates):
                 layer.add_adjoint(layer.at(len(state.plan)).map(torch.ones_like))
             else:
-                layer.pages.dk.fill_(1e-3)
-                layer.pages.dv.fill_(1e-3)
+                for adjoint in layer.pages.adjoints:
+                    adjoint.fill_(1e-3)
         engine.reverse_sweep(prompt, state)
         _sum_gradients(engine)
 

@@ -123,7 +123,7 @@ class FullAttentionAdapter:
     def replay_roots(self, run: AttentionRun, segment: SegmentState, block: int) -> list[Root]:
         """The block's keys and values with the adjoints of their pages, where anything follows the block."""
         pages = segment.layers[self.layer_number].pages
-        if pages.dk is None:
+        if not pages.has_adjoints:
             return []
         start = segment.rows_before(block)
         dk, dv = pages.adjoint(start, start + segment.plan[block].mine, run.k.device)

@@ -6,6 +6,7 @@ same memory; the copies are made all the same, so that what runs here is what ru
 """
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -25,43 +26,52 @@ def zeros_resident(shape: tuple[int, ...], dtype: torch.dtype, residency: Reside
     return empty_resident(shape, dtype, residency, device).zero_()
 
 
+@dataclass(frozen=True)
+class _Copy:
+    layer: int
+    rows: int
+    tensors: tuple[torch.Tensor, ...]
+
+
 class Staging:
-    """Device copies of host pages, of at most `limit` owners (a layer's pages each) at a time, oldest out first."""
+    """Device copies of host pages, of at most `limit` layers at a time, oldest out first."""
 
     def __init__(self, device: torch.device, limit: int = 2):
         self.device, self.limit = device, limit
-        self._copies: OrderedDict[int, tuple[int, tuple[torch.Tensor, ...]]] = OrderedDict()
+        self._copies: OrderedDict[int, _Copy] = OrderedDict()
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None
 
-    def fetch(self, owner: int, rows: int, sources: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def fetch(self, owner: int, rows: int, sources: tuple[torch.Tensor, ...], layer: int) -> tuple[torch.Tensor, ...]:
         """Device copies of `sources`; owner and rows name them (the same owner with more rows is copied anew)."""
-        held = self._copies.get(owner)
-        if held is None or held[0] != rows:
-            self._copy(owner, rows, sources)
+        self.prefetch(owner, rows, sources, layer)
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         self._copies.move_to_end(owner)
-        return self._copies[owner][1]
+        return self._copies[owner].tensors
 
-    def prefetch(self, owner: int, rows: int, sources: tuple[torch.Tensor, ...]) -> None:
+    def prefetch(self, owner: int, rows: int, sources: tuple[torch.Tensor, ...], layer: int) -> None:
         """Start copying what `fetch` will ask for next."""
         held = self._copies.get(owner)
-        if held is None or held[0] != rows:
-            self._copy(owner, rows, sources)
+        if held is None or held.rows != rows:
+            self._copies.pop(owner, None)
+            self._make_room(layer)
+            self._copies[owner] = _Copy(layer, rows, self._copy(sources))
 
-    def _copy(self, owner, rows, sources):
-        self._copies.pop(owner, None)
-        while len(self._copies) >= self.limit:
-            self._copies.popitem(last=False)
+    def _make_room(self, layer: int) -> None:
+        """Drop the copies of the layer used longest ago, until `layer` is one of at most `limit`."""
+        while len({copy.layer for copy in self._copies.values()} | {layer}) > self.limit:
+            oldest = next(copy.layer for copy in self._copies.values() if copy.layer != layer)
+            self._copies = OrderedDict((o, copy) for o, copy in self._copies.items() if copy.layer != oldest)
+
+    def _copy(self, sources: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         if self._stream is None:
-            copies = tuple(t.clone() for t in sources)
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                copies = tuple(t.to(self.device, non_blocking=True) for t in sources)
-            for copy in copies:
-                copy.record_stream(torch.cuda.current_stream())
-        self._copies[owner] = (rows, copies)
+            return tuple(t.clone() for t in sources)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            copies = tuple(t.to(self.device, non_blocking=True) for t in sources)
+        for copy in copies:
+            copy.record_stream(torch.cuda.current_stream())
+        return copies
 
     def drop(self, owner: int) -> None:
         """Forget an owner's copies, which its release has made stale."""
@@ -70,5 +80,5 @@ class Staging:
     def staged(self) -> dict[int, int]:
         """Bytes staged now, by owner."""
         return {
-            owner: sum(t.numel() * t.element_size() for t in copies) for owner, (_, copies) in self._copies.items()
+            owner: sum(t.numel() * t.element_size() for t in copy.tensors) for owner, copy in self._copies.items()
         }

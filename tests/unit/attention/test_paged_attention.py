@@ -57,7 +57,7 @@ def reference(q, k, v, arenas, geometry, do):
     mine, batch = geometry.layout.mine, q.shape[0]
     leaves = [t.detach().clone().requires_grad_() for t in (q[:, :, :mine], k, v)]
     pages = [
-        [t[:, :, : a.rows].detach().clone().requires_grad_() for t in (a.k, a.v)] for a in arenas if a.k is not None
+        [t[:, :, : a.rows].detach().clone().requires_grad_() for t in a.tensors] for a in arenas if a.tensors
     ]
     keys, values = (
         torch.cat([*(p[i].expand(batch, -1, -1, -1) for p in pages), leaves[1 + i]], 2) for i in range(2)
@@ -81,7 +81,7 @@ def check(arenas, tokens, batch, *, unit=1, rows_at_once=4096, kept=False):
     out.backward(do)
     mine = layout.mine
     assert not q.grad[:, :, mine:].any()
-    adjoints = [t[:, :, : a.rows] for a in arenas if a.k is not None for t in (a.dk, a.dv)]
+    adjoints = [t[:, :, : a.rows] for a in arenas for t in a.adjoints]
     found = [o[:, :, :mine], lse[:, :, :mine], q.grad[:, :, :mine], k.grad, v.grad, *adjoints]
     expected = reference(q, k, v, arenas, geometry, do)
     assert relative_error(found, expected) < 1e-14
@@ -132,7 +132,7 @@ def test_adjoints_accumulate_over_blocks():
         do = draw(1, HEADS, 4, DIM, seed=seed + 5)
         paged_attention(q, k, v, geometry).backward(do)
         expected = expected + reference(q, k, v, arenas, geometry, do)[-2]
-    torch.testing.assert_close(arenas[0].dk, expected)
+    torch.testing.assert_close(arenas[0].adjoints[0], expected)
 
 
 def test_constant_pages_get_no_adjoint():
@@ -140,8 +140,8 @@ def test_constant_pages_get_no_adjoint():
     geometry = geometry_of(arenas, 4, constant=(0,))
     q, k, v = draw_block(1, geometry.layout)
     paged_attention(q, k, v, geometry).backward(draw(1, HEADS, 4, DIM, seed=5))
-    assert not arenas[0].dk.any() and not arenas[0].dv.any()
-    assert arenas[1].dk.any() and arenas[1].dv.any()
+    assert not arenas[0].adjoints[0].any() and not arenas[0].adjoints[1].any()
+    assert arenas[1].adjoints[0].any() and arenas[1].adjoints[1].any()
 
 
 def test_kept_outputs_skip_the_forward(monkeypatch):
@@ -151,12 +151,12 @@ def test_kept_outputs_skip_the_forward(monkeypatch):
     q, k, v = draw_block(2, geometry.layout)
     do = draw(2, HEADS, 7, DIM, seed=5)
     for kept in (None, attend(q.detach(), k.detach(), v.detach(), geometry)):
-        arenas[0].dk.zero_()
+        arenas[0].adjoints[0].zero_()
         with monkeypatch.context() as patch:
             if kept is not None:
                 patch.setattr(paged, "attend_fwd", None)  # calling it would raise
             out = paged_attention(q, k, v, geometry, kept)
-        grads.append([*torch.autograd.grad(out, (q, k, v), do), arenas[0].dk.clone()])
+        grads.append([*torch.autograd.grad(out, (q, k, v), do), arenas[0].adjoints[0].clone()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
@@ -184,7 +184,7 @@ def test_narrow_dtypes_keep_wide_partials(dtype):
     for index, arena in enumerate(arenas):
         arena.append(*(draw(1, GROUPS, 40, DIM, seed=20 + 2 * index + i).to(dtype) for i in range(2)))
         arena.open_adjoints(CPU)
-        assert arena.dk.dtype is torch.float32
+        assert arena.adjoints[0].dtype is torch.float32
     geometry = geometry_of(arenas, tokens, rows_at_once=8)
     q, k, v = (t.detach().to(dtype).requires_grad_() for t in draw_block(batch, geometry.layout))
     do = draw(batch, HEADS, tokens, DIM, seed=5).to(dtype)
@@ -192,11 +192,11 @@ def test_narrow_dtypes_keep_wide_partials(dtype):
     assert lse.dtype is torch.float32 and o.dtype is dtype
     out = paged_attention(q, k, v, geometry)
     out.backward(do)
-    found = [out.detach(), q.grad, k.grad, v.grad, arenas[0].dk, arenas[1].dv]
+    found = [out.detach(), q.grad, k.grad, v.grad, arenas[0].adjoints[0], arenas[1].adjoints[1]]
 
     def dense(cast):
         leaves = [t.detach().to(cast).requires_grad_() for t in (q, k, v)]
-        pages = [t.detach().to(cast).requires_grad_() for a in arenas for t in (a.k, a.v)]
+        pages = [t.detach().to(cast).requires_grad_() for a in arenas for t in a.tensors]
         keys = torch.cat([*(p.expand(batch, -1, -1, -1) for p in pages[::2]), leaves[1]], 2)
         values = torch.cat([*(p.expand(batch, -1, -1, -1) for p in pages[1::2]), leaves[2]], 2)
         scores = (leaves[0] @ keys.repeat_interleave(2, 1).transpose(-1, -2)) * SCALE

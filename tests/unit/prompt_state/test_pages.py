@@ -38,9 +38,9 @@ def test_one_buffer_serves_all_blocks():
     """Appending moves the watermark inside one allocation."""
     arena = open_arena(6)
     arena.append(*draw(2))
-    first = arena.k.data_ptr()
+    first = arena.tensors[0].data_ptr()
     arena.append(*draw(4))
-    assert arena.k.data_ptr() == first and arena.k.shape[2] == 6
+    assert arena.tensors[0].data_ptr() == first and arena.tensors[0].shape[2] == 6
 
 
 def test_more_rows_than_the_capacity_are_refused():
@@ -56,11 +56,11 @@ def test_appended_tensors_leave_no_graph():
     arena = open_arena(4)
     k, v = (t.requires_grad_() for t in draw(4))
     arena.append(k * 2, v * 2)
-    assert not arena.k.requires_grad and arena.k.grad_fn is None
-    expected = arena.k.clone()
+    assert not arena.tensors[0].requires_grad and arena.tensors[0].grad_fn is None
+    expected = arena.tensors[0].clone()
     with torch.no_grad():
         k.zero_()
-    assert torch.equal(arena.k, expected)
+    assert torch.equal(arena.tensors[0], expected)
 
 
 @pytest.mark.parametrize("residency", ["device", "host"])
@@ -88,7 +88,7 @@ def test_adjoints_accumulate_wide(residency, dtype, wide):
         dk, dv = draw(rows, seed=seed, dtype=dtype)
         arena.add_adjoint(5 - rows, dk, dv)
         expected[:, :, 5 - rows :] += dk
-    assert arena.dk.dtype is wide
+    assert arena.adjoints[0].dtype is wide
     assert torch.equal(arena.adjoint(0, 5, CPU)[0], expected)
     assert torch.equal(arena.adjoint(2, 4, CPU)[0], expected[:, :, 2:4])
 
@@ -102,7 +102,7 @@ def test_many_small_adjoints_are_not_lost():
     small = torch.full((1, 2, 1, 4), 2.0**-9, dtype=torch.bfloat16)
     for _ in range(1000):
         arena.add_adjoint(0, small, small)
-    torch.testing.assert_close(arena.dk, torch.full_like(arena.dk, 1 + 1000 * 2.0**-9))
+    torch.testing.assert_close(arena.adjoints[0], torch.full_like(arena.adjoints[0], 1 + 1000 * 2.0**-9))
 
 
 def test_opening_adjoints_twice_keeps_them():
@@ -110,9 +110,9 @@ def test_opening_adjoints_twice_keeps_them():
     arena.append(*draw(2))
     arena.open_adjoints(CPU)
     arena.add_adjoint(0, *draw(2))
-    before = arena.dk.clone()
+    before = arena.adjoints[0].clone()
     arena.open_adjoints(CPU)
-    assert torch.equal(arena.dk, before)
+    assert torch.equal(arena.adjoints[0], before)
 
 
 def test_empty_pages_have_adjoints():
@@ -129,9 +129,9 @@ def test_constant_views_add_nothing():
     arena.append(*draw(3))
     arena.open_adjoints(CPU)
     PageView(arena, (3,), constant=True).add_adjoint(*draw(3))
-    assert not arena.dk.any()
+    assert not arena.adjoints[0].any()
     PageView(arena, (2,)).add_adjoint(*draw(2))
-    assert arena.dk[:, :, :2].any() and not arena.dk[:, :, 2:].any()
+    assert arena.adjoints[0][:, :, :2].any() and not arena.adjoints[0][:, :, 2:].any()
 
 
 def test_selected_members_keep_their_pages():
@@ -154,7 +154,7 @@ def test_at_most_two_layers_are_staged():
     for arena, following in zip(arenas, [*arenas[1:], None]):
         if following is not None:
             following.prefetch(4)
-        assert torch.equal(arena.read(4)[0], arena.k)
+        assert torch.equal(arena.read(4)[0], arena.tensors[0])
         seen.append([e.layer_number for e in ledger.entries() if e.kind == "staged"])
     assert seen == [[1, 2], [2, 3], [3, 4], [4, 5], [5, 6], [5, 6]]
 
@@ -164,7 +164,7 @@ def test_staged_copies_are_copies_on_the_device():
     arena = open_arena(4, staging=staging, residency="host")
     arena.append(*draw(4))
     k, _ = arena.read(4)
-    assert k.data_ptr() != arena.k.data_ptr()
+    assert k.data_ptr() != arena.tensors[0].data_ptr()
     assert arena.read(4)[0].data_ptr() == k.data_ptr(), "read again without another copy"
     assert arena.read(3)[0].shape[2] == 3, "another number of rows is another copy"
     assert staging.staged() == {arena.id: 2 * 2 * 3 * 4 * 4}
@@ -175,4 +175,4 @@ def test_device_pages_are_not_copied():
     arena = open_arena(4, staging=staging)
     arena.append(*draw(4))
     arena.prefetch(4)
-    assert arena.read(2)[0].data_ptr() == arena.k.data_ptr() and staging.staged() == {}
+    assert arena.read(2)[0].data_ptr() == arena.tensors[0].data_ptr() and staging.staged() == {}
