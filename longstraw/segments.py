@@ -64,6 +64,7 @@ class SegmentState:
     start: int
     layers: dict[object, object] = field(default_factory=dict)
     constant: bool = False
+    _positions: torch.Tensor | None = None
 
     @property
     def end(self) -> int:
@@ -78,6 +79,14 @@ class SegmentState:
         """Tokens that each rank owns in the blocks before `block`."""
         ranks = self.plan[0].ranks if self.plan else 1
         return tuple(sum(layout.tokens_of(rank) for layout in self.plan[:block]) for rank in range(ranks))
+
+    def own_positions(self, device: torch.device) -> torch.Tensor:
+        """Positions [N] (int64, ascending) of all tokens that this rank owns in the segment: those of its pages' rows."""
+        if self._positions is None:
+            firsts = [layout.start + layout.first for layout in self.plan]
+            spans = [torch.arange(at, at + layout.mine) for at, layout in zip(firsts, self.plan)]
+            self._positions = torch.cat([torch.empty(0, dtype=torch.int64), *spans]).to(device)
+        return self._positions
 
     def ancestors(self) -> list["SegmentState"]:
         """The states that this segment follows, the root first."""

@@ -46,14 +46,21 @@ class SweepConfig:
     """Tokens of a response per block: the live graph of a replay is one block of this size."""
 
     page_residency: Residency = "device"
-    """Where keys and values of earlier tokens live: `device`, or `host` (pinned, staged one layer ahead)."""
+    """Where keys and values (or latents) of earlier tokens live: `device`, or `host` (pinned, staged one layer ahead)."""
+
+    index_page_residency: Residency = "device"
+    """Where the index keys of sparse attention live, which select among the latents: `device` or `host`."""
 
     adjoint_residency: Residency = "device"
-    """Where the gradients of those keys and values accumulate: `device` or `host`."""
+    """Where the gradients of those keys and values (or latents) accumulate: `device` or `host`."""
 
     attention_output_residency: KeptResidency = "none"
     """Keep the prompt's attention outputs and log-sum-exps for the reverse sweep on `host` or `device`, so that it does
     not redo the quadratic part; `none` recomputes. Both are exact."""
+
+    selection_residency: KeptResidency = "none"
+    """Keep what sparse attention selected for the reverse sweep on `host` or `device`, so that it does not score all keys
+    again; `none` selects again. Both are exact."""
 
     query_rows_at_once: int = 4096
     """Rows per rank that are gathered over context parallel at a time (of queries or keys); bounds the buffer."""
@@ -86,7 +93,8 @@ class ReplayEngine:
         self.adapters = [*self.mixers, *find_routers(model)]
         self.ledger = Ledger()
         self.policy = StatePolicy(
-            page_residency=config.page_residency, adjoint_residency=config.adjoint_residency,
+            page_residency=config.page_residency, index_page_residency=config.index_page_residency,
+            adjoint_residency=config.adjoint_residency, selection_residency=config.selection_residency,
             attention_output_residency=config.attention_output_residency, rows_at_once=config.query_rows_at_once,
             attention_exchange=config.attention_exchange, staging=Staging(current_device()), ledger=self.ledger,
         )

@@ -35,8 +35,10 @@ class StatePolicy:
     """Where state lives, how it is watched, and what is exchanged, of how many rows at a time."""
 
     page_residency: Residency
+    index_page_residency: Residency
     adjoint_residency: Residency
     attention_output_residency: KeptResidency
+    selection_residency: KeptResidency
     rows_at_once: int
     attention_exchange: Exchange
     staging: Staging

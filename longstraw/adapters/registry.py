@@ -4,16 +4,19 @@ A new layer kind registers here: its stateful module class and its adapter class
 """
 
 import torch
+from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
 from megatron.core.transformer.moe.router import TopKRouter
 
 from longstraw.adapters.base import LayerAdapter
 from longstraw.adapters.expert_routing import ExpertRoutingAdapter, ReplayRouter
 from longstraw.adapters.full_attention import FullAttentionAdapter, PagedCoreAttention
 from longstraw.adapters.gated_delta_net import GatedDeltaNetAdapter, StatefulGatedDeltaNet
+from longstraw.adapters.latent_attention import LatentAttentionAdapter
 
 ADAPTERS: dict[type[torch.nn.Module], type] = {
     PagedCoreAttention: FullAttentionAdapter,
     StatefulGatedDeltaNet: GatedDeltaNetAdapter,
+    AbsorbedMLASelfAttention: LatentAttentionAdapter,
 }
 
 

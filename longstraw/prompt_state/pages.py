@@ -86,7 +86,12 @@ class PageArena:
         return tuple(t[:, :, :rows] for t in self.tensors)
 
     def open_adjoints(self, device: torch.device) -> None:
-        """Allocate zero adjoints for the pages; a second call does nothing. Empty pages have adjoints too."""
+        """Allocate zero adjoints for the pages; a second call does nothing. Empty pages have adjoints too.
+
+        Raises ValueError for pages that no block has written.
+        """
+        if not self.tensors:
+            raise ValueError(f"layer {self.layer_number}: no block has written the pages of segment {self.segment}")
         if not self.adjoints:
             self.adjoints = tuple(
                 zeros_resident(t.shape, torch.promote_types(t.dtype, torch.float32), self.adjoint_residency, device)

@@ -17,8 +17,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from longstraw.adapters.expert_routing import ReplayRouter
 from longstraw.adapters.full_attention import PagedCoreAttention
 from longstraw.adapters.gated_delta_net import StatefulGatedDeltaNet
+from longstraw.adapters.latent_attention import PagedSparseAttention
 from longstraw.patches.device import cuda_means_cpu, install_cpu_device_layer
 from longstraw.patches.layer_specs import build_decoder_spec
+from longstraw.patches.stable_selection import install_stable_selection
 from megatron.grpo.presets import ModelPreset, check_divisible
 
 
@@ -48,7 +50,7 @@ def pad_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int
 def build_model(
     preset: ModelPreset, config: TransformerConfig, groups: ProcessGroupCollection, *,
     core_attention: type = PagedCoreAttention, gated_delta_net: type = StatefulGatedDeltaNet,
-    sparse_attention: type = DSAttention, router: type = ReplayRouter, padded_vocab_size: int | None = None,
+    sparse_attention: type = PagedSparseAttention, router: type = ReplayRouter, padded_vocab_size: int | None = None,
 ) -> GPTModel:
     """The model of a preset, by default the stateful one, on the current device.
 
@@ -59,6 +61,8 @@ def build_model(
     """
     check_divisible(preset, config)
     install_cpu_device_layer()
+    if preset.sparse:
+        install_stable_selection()
     with cuda_means_cpu():
         model = GPTModel(
             config,
