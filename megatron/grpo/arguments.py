@@ -19,7 +19,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from megatron.core.msc_utils import MultiStorageClientFeature
@@ -74,10 +74,32 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a command line is checked against.
+
+    cuda: whether a CUDA device is there. fused_adam: whether Megatron's Adam is Transformer Engine's or Apex's.
+    world_size: number of ranks.
+    """
+
+    cuda: bool
+    fused_adam: bool
+    world_size: int
+
+    @classmethod
+    def here(cls) -> "Machine":
+        """This machine, and the ranks that torchrun has started."""
+        return cls(
+            cuda=cuda_available(), fused_adam=not USING_PYTORCH_OPTIMIZER,
+            world_size=int(os.environ.get("WORLD_SIZE", 1)),
+        )
+
+
 @functools.cache
-def build_parser(model_preset: str | None = None) -> argparse.ArgumentParser:
+def build_parser(model_preset: str | None = None, *, cuda: bool | None = None) -> argparse.ArgumentParser:
     """The whole parser: our groups, then Megatron's. model_preset sets the defaults of Megatron's model flags.
 
+    cuda: whether a CUDA device is there; by default whether one is.
     Raises ValueError when the preset is not known.
     """
     require_megatron_version()
@@ -93,7 +115,7 @@ def build_parser(model_preset: str | None = None) -> argparse.ArgumentParser:
     add_megatron_arguments(parser)
     _hide_help(parser, ours)
     defaults = dict(WORKING_VALUES)
-    if not cuda_available():
+    if not (cuda_available() if cuda is None else cuda):
         # Weights drawn on the CPU are drawn whole and then cut, so they do not depend on the tensor-parallel size.
         defaults |= {"distributed_backend": "gloo", "use_cpu_initialization": True}
     if model_preset is not None:
@@ -168,8 +190,12 @@ def resolve_preset(args: argparse.Namespace) -> ModelPreset:
     )
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, TrainConfig]:
+def parse_arguments(
+    argv: Sequence[str] | None = None, machine: Machine | None = None
+) -> tuple[argparse.Namespace, TrainConfig]:
     """Parse, check and complete a command line (default: sys.argv), on every rank alike.
+
+    machine: where it is to run; by default here.
 
     Returns:
         Megatron's namespace, validated by Megatron, and our record. `args.output_dir` is the output folder itself.
@@ -177,10 +203,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     Raises:
         ArgumentErrors: (a ValueError) every flag that cannot be run, one sentence each. Nothing has started then.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv, machine = list(sys.argv[1:] if argv is None else argv), machine or Machine.here()
     preset_name = _find_preset(argv)
     try:
-        parser = build_parser(preset_name)
+        parser = build_parser(preset_name, cuda=machine.cuda)
     except ValueError as error:
         raise ArgumentErrors([str(error)]) from error
     working = vars(parser.parse_args([]))
@@ -192,10 +218,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     refused += found
     if preset_name is None:
         raise ArgumentErrors(refused)
-    args.rank, args.world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    args.rank, args.world_size = int(os.environ.get("RANK", 0)), machine.world_size
     args.local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
     args.group_query_attention = args.num_query_groups != args.num_attention_heads
-    refused += _check(args)
+    refused += _check(args, machine)
     if refused:
         raise ArgumentErrors(refused)
     _complete(args, config)
@@ -203,11 +229,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     return args, config
 
 
-def _check(args: argparse.Namespace) -> list[str]:
+def _check(args: argparse.Namespace, machine: Machine) -> list[str]:
     """What the values refuse, given the machine and the model."""
     preset = resolve_preset(args)
     found = check_values(
-        args, preset, cuda=cuda_available(), fused_adam=not USING_PYTORCH_OPTIMIZER, world_size=args.world_size
+        args, preset, cuda=machine.cuda, fused_adam=machine.fused_adam, world_size=machine.world_size
     )
     if not any("parallel-size" in sentence for sentence in found):
         try:

@@ -43,11 +43,11 @@ def check_start_and_end(folder: Path) -> None:
         drawn.append([draw(), torch.rand(2).tolist()])
         saved = json.loads((folder / "run" / "arguments.json").read_text())
         assert saved["group_size"] == 8 and saved["num_layers"] == 1 and saved["calculate_per_token_loss"] is True
-        get_tensorboard_writer().add_scalar("reward_mean", 0.5, 1)
+        # The events are the recorder's: a writer of Megatron's would leave a second, empty run beside them.
+        assert get_tensorboard_writer() is None and args.tensorboard_dir == f"{folder}/run/tensorboard"
         shut_down()
-        assert not dist.is_initialized() and get_tensorboard_writer() is None
+        assert not dist.is_initialized()
     assert drawn[0] == drawn[1]
-    assert list((folder / "run" / "tensorboard").glob("events.*"))
 
 
 def check_two_runs_at_once(folder: Path) -> None:
