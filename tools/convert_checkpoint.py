@@ -4,9 +4,10 @@
     python tools/convert_checkpoint.py --hf-to-megatron --load HFDIR --save DIR
     python tools/convert_checkpoint.py --megatron-to-hf --load DIR --save HFDIR
 
-Families: Llama, Qwen3, Qwen3.5 and 3.6 (the text model). Safetensors only, read and written tensor by tensor. Every
-tensor is accounted for: an unmapped, missing or wrongly shaped one is an error that names it, and what is left out on
-purpose is listed. `--check` does everything but write. Values keep their bits unless --dtype says otherwise.
+Families: Llama, Qwen3, Qwen3.5 and 3.6 (the text model), GLM-5.x, DeepSeek-V3.2 (without YaRN). Safetensors only, read
+and written tensor by tensor. Every tensor is accounted for: an unmapped, missing or wrongly shaped one is an error that
+names it, and what is left out on purpose is listed. `--check` does everything but write. Values keep their bits unless
+--dtype says otherwise.
 """
 
 import argparse
@@ -38,6 +39,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--check", action="store_true", help="verify names, shapes and that every tensor survives; write nothing")
     add("--dtype", choices=tuple(DTYPES), help="dtype of all weights; default: each tensor keeps its own")
     add("--tensor-model-parallel-size", type=int, default=1, help="ranks that share the work, each with its part of the model")
+    add("--expert-model-parallel-size", type=int, default=1, help="ranks that share the experts, each with its own of them")
     add("--make-vocab-size-divisible-by", type=int, default=128, help="pad the vocabulary to a multiple of this x TP, as in training")
     add("--max-shard-size", default="5GB", help="largest safetensors file of an export, e.g. 500MB or 5GB")
     add("--tokenizer-path", metavar="HFDIR", help="where an export takes tokenizer, chat template and token ids from; "
@@ -51,8 +53,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--from-gguf needs --to-hf")
     if not args.from_gguf and not (args.load and (args.save or args.check)):
         parser.error("--load and --save are needed (--save not with --check)")
-    if args.tensor_model_parallel_size > 1 and not args.hf_to_megatron:
-        parser.error("--tensor-model-parallel-size is for --hf-to-megatron; a checkpoint is exported by one process")
+    for kind in ("tensor", "expert"):
+        if getattr(args, f"{kind}_model_parallel_size") > 1 and not args.hf_to_megatron:
+            parser.error(f"--{kind}-model-parallel-size is for --hf-to-megatron; a checkpoint is exported by one process")
     size, unit = args.max_shard_size[:-2], args.max_shard_size[-2:].upper()
     if unit not in UNITS or not size.isdigit() or int(size) == 0:
         parser.error(f"--max-shard-size {args.max_shard_size} is not a size like 500MB or 5GB")
@@ -80,11 +83,11 @@ def pick_dtype(args):
 def check_hf(args) -> dict:
     """The report of an import, from the folder's headers and, under --check, its every tensor."""
     from megatron.grpo.conversion.architecture import left_out_of_config
-    from megatron.grpo.conversion.plan import check_tensor_parallel, plan_import, verify_layouts
+    from megatron.grpo.conversion.plan import check_parallel_sizes, plan_import, verify_layouts
 
     reader, preset = read_source(args)
     with reader:
-        check_tensor_parallel(preset, args.tensor_model_parallel_size)
+        check_parallel_sizes(preset, tensor=args.tensor_model_parallel_size, expert=args.expert_model_parallel_size)
         maps, report = plan_import(reader, preset, dtype=pick_dtype(args))
         if args.check:
             verify_layouts(reader, maps, dtype=pick_dtype(args))
@@ -103,7 +106,9 @@ def write_megatron(args) -> None:
     from megatron.grpo.quiet_logs import quiet_logs
 
     quiet_logs()
-    groups = start_groups(tensor_parallel=args.tensor_model_parallel_size)
+    groups = start_groups(
+        tensor_parallel=args.tensor_model_parallel_size, expert_parallel=args.expert_model_parallel_size
+    )
     reader, preset = read_source(args)
     with reader:
         model = build_blank_model(
@@ -193,9 +198,10 @@ def convert(args) -> int:
         from megatron.grpo.conversion.hf_writer import make_empty_folder, write_json
 
         make_empty_folder(args.save)
-        if args.tensor_model_parallel_size == 1:
+        ranks = args.tensor_model_parallel_size * args.expert_model_parallel_size
+        if ranks == 1:
             write_megatron(args)
-        elif code := run_ranks(str(Path(__file__).resolve()), sys.argv[1:], args.tensor_model_parallel_size):
+        elif code := run_ranks(str(Path(__file__).resolve()), sys.argv[1:], ranks):
             return code
         write_json(Path(args.save) / "conversion_report.json", report)
     print_report(args, report)

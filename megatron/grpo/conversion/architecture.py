@@ -4,17 +4,28 @@ transformers' own config classes fill in the defaults that a config.json leaves 
 transformers itself would build. Every key is accounted for: one that neither transformers nor this module knows is
 refused, since it may change the model; a known one with a value that the Megatron modules cannot express is refused too.
 
-Left out: MoE, rotary scaling (Llama 3.1's included), sliding windows, biases, and the vision half of Qwen3.5.
+Left out: rotary scaling (Llama 3.1's included), sliding windows, biases, and the vision half of Qwen3.5. What latent
+attention and experts add is in `latent_architecture`.
 """
 
 from typing import Any
 
+from megatron.grpo.conversion.latent_architecture import (
+    KNOWN_KEYS,
+    LATENT_FAMILIES,
+    NEXT_TOKEN_LAYERS,
+    latent_fields,
+    latent_hf_fields,
+    only_values,
+    pick_latent_family,
+)
 from megatron.grpo.presets import ModelPreset
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    **LATENT_FAMILIES,
 }
 """model_type of a text config -> the transformers class that it is the config of."""
 
@@ -43,6 +54,10 @@ _ONLY_VALUES: dict[str, tuple] = {
     "quantization_config": (None,),
 }
 
+_LATENT_MARKS = {
+    "qk_layernorm", "multi_latent_attention", "sparse_attention", "experts", "sigmoid_router", "expert_bias", "shared_experts"
+}  # fmt: skip
+
 _LINEAR = ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads", "conv_kernel_dim")
 
 
@@ -55,7 +70,8 @@ def preset_from_hf_config(config: dict[str, Any], *, name: str = "hf-model", ign
     """
     text, model_type = _text_config(config)
     full = _fill_defaults(text, model_type, ignore)
-    for key, allowed in _ONLY_VALUES.items():
+    latent = model_type in LATENT_FAMILIES
+    for key, allowed in (_ONLY_VALUES | (only_values(model_type) if latent else {})).items():
         if full.get(key, allowed[0]) not in allowed:
             raise ValueError(f"config.json: {key} {full[key]!r} is not supported, only {' or '.join(map(repr, allowed))}")
     hybrid = model_type == "qwen3_5_text"
@@ -79,6 +95,8 @@ def preset_from_hf_config(config: dict[str, Any], *, name: str = "hf-model", ign
         tied_embeddings=config.get("tie_word_embeddings", full["tie_word_embeddings"]),
         attention_output_gate=hybrid,
     )
+    if latent:
+        return ModelPreset(**fields | latent_fields(full, model_type))
     layer_types = full.get("layer_types") or ["full_attention"] * full["num_hidden_layers"]
     if hybrid:
         fields |= {f"linear_{part}": full[f"linear_{part}"] for part in _LINEAR}
@@ -128,6 +146,8 @@ def hf_config_from_preset(preset: ModelPreset, *, dtype: str, source: dict[str, 
         config["layer_types"] = [
             "linear_attention" if (layer + 1) % every else "full_attention" for layer in range(preset.num_layers)
         ]
+    elif model_type in LATENT_FAMILIES:
+        config |= latent_hf_fields(preset)
     source_text = _text_config(source)[0] if source else {}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         config[key] = source_text.get(key, (source or {}).get(key))
@@ -146,10 +166,18 @@ def pick_family(preset: ModelPreset) -> str:
         hybrid=preset.hybrid, attention_output_gate=preset.attention_output_gate,
         zero_centered_norm=preset.zero_centered_norm, qk_layernorm=preset.qk_layernorm,
         partial_rotary=preset.rotary_percent != 1.0, qkv_bias=preset.qkv_bias,
+        multi_latent_attention=preset.multi_latent_attention, sparse_attention=preset.sparse, experts=preset.has_experts,
     )  # fmt: skip
+    if preset.has_experts:
+        marks |= dict(
+            sigmoid_router=preset.moe_router_score_function == "sigmoid", expert_bias=preset.moe_router_enable_expert_bias,
+            shared_experts=preset.moe_shared_expert_intermediate_size is not None,
+        )  # fmt: skip
     on = {mark for mark, present in marks.items() if present}
     if on - {"partial_rotary"} == {"hybrid", "attention_output_gate", "zero_centered_norm", "qk_layernorm"}:
         return "qwen3_5_text"
+    if on == _LATENT_MARKS:
+        return pick_latent_family(preset)
     if on == {"qk_layernorm"}:
         return "qwen3"
     if not on:
@@ -160,14 +188,21 @@ def pick_family(preset: ModelPreset) -> str:
     )
 
 
+def count_next_token_layers(config: dict[str, Any]) -> int:
+    """How many next-token-prediction layers a config.json declares after the decoder's own (GLM and DeepSeek)."""
+    text, model_type = _text_config(config)
+    return int(text.get(NEXT_TOKEN_LAYERS) or 0) if model_type in LATENT_FAMILIES else 0
+
+
 def left_out_of_config(config: dict[str, Any]) -> dict[str, str]:
     """What a config.json describes beside the text model -> why it is not converted."""
     text, _ = _text_config(config)
     out = {}
     if config.get("vision_config"):
         out["vision_config"] = "the vision tower is not converted"
-    if text.get("mtp_num_hidden_layers"):
-        out["mtp_num_hidden_layers"] = "next-token-prediction layers are not converted"
+    for key in ("mtp_num_hidden_layers", NEXT_TOKEN_LAYERS):
+        if text.get(key):
+            out[key] = "next-token-prediction layers are not converted"
     return out
 
 
@@ -187,17 +222,23 @@ def _text_config(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 def _fill_defaults(text: dict[str, Any], model_type: str, ignore: tuple[str, ...]) -> dict[str, Any]:
     """The text config with transformers' defaults; refuses keys that nobody knows."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[model_type]
     known = set(config_class().to_dict()) | _WITHOUT_EFFECT | set(_ONLY_VALUES) | set(ignore)
+    if model_type in LATENT_FAMILIES:
+        known |= KNOWN_KEYS | set(only_values(model_type))
     unknown = sorted(key for key in set(text) - known if not key.startswith("_"))
     if unknown:
         raise ValueError(
             f"config.json: {', '.join(unknown)} of this {FAMILIES[model_type]} is not known and may change the model; "
             "if it does not, name it in --ignore-config-keys"
         )
-    return config_class(**text).to_dict()
+    try:
+        return config_class(**text).to_dict()
+    except StrictDataclassError as error:
+        raise ValueError(f"config.json: {' '.join(str(error).split())}") from error
 
 
 def _rotary(rope: dict[str, Any], *, partial_allowed: bool) -> tuple[int, float]:

@@ -5,6 +5,7 @@
 Left out: optimizer, schedule and random states, which are `megatron.grpo.checkpointing`'s.
 """
 
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -51,7 +52,7 @@ def save_model_weights(folder: str | Path, model: GPTModel, preset: ModelPreset)
 def load_model_weights(
     folder: str | Path, model: GPTModel, preset: ModelPreset | None = None, *, step: int | None = None
 ) -> None:
-    """Fill a model, at its own TP size, vocabulary padding and dtypes, with the weights of a checkpoint.
+    """Fill a model, at its own TP and EP size, vocabulary padding and dtypes, with the weights of a checkpoint.
 
     folder: as `save_model_weights` or a training run writes it, weights only; step: of which iteration, the latest by
     default. Padding of the vocabulary is set to zero. preset: the model's, where the folder does not say it.
@@ -64,7 +65,8 @@ def load_model_weights(
     apply_factories(state)
     targets = {key: value for key, value in _walk(state) if isinstance(value, ShardedTensor)}
     _check_shapes(path, stored, targets.values(), preset.vocab_size)
-    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    tensors = chain(model.parameters(), model.buffers())
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     if any(value.data.untyped_storage().data_ptr() not in storages for value in targets.values()):
         raise RuntimeError("megatron-core's sharded state dict no longer shares its storage with the parameters")
     parts = {key: value.data for key, value in targets.items()}

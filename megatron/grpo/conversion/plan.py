@@ -4,6 +4,7 @@ Nothing here needs Megatron, so that a checkpoint is checked, or refused, at onc
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
@@ -14,9 +15,10 @@ from megatron.grpo.conversion.accounting import (
     find_prefix,
     summarize_left_out,
 )
+from megatron.grpo.conversion.architecture import count_next_token_layers
 from megatron.grpo.conversion.hf_reader import HFReader, list_names
 from megatron.grpo.conversion.names import ParameterMap, map_parameters
-from megatron.grpo.presets import ModelPreset
+from megatron.grpo.presets import ModelPreset, check_divisible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,9 @@ def plan_import(
     Raises ValueError that names every unmapped, missing or wrongly shaped tensor, and merges of different dtypes.
     """
     maps = map_parameters(preset, prefix=find_prefix(reader.headers))
-    left_out = account_for_tensors(reader.headers, maps, preset)
+    left_out = account_for_tensors(
+        reader.headers, maps, preset, next_token_layers=count_next_token_layers(reader.config)
+    )
     for name in (name for name, reason in left_out.items() if reason == TIED_COPY):
         embeddings = maps[0].sources[0][0]
         if not torch.equal(reader.read(name), reader.read(embeddings)):
@@ -48,8 +52,8 @@ def plan_import(
     return maps, _report(reader, maps, left_out)
 
 
-def check_tensor_parallel(preset: ModelPreset, size: int) -> None:
-    """Raise ValueError, naming the flag, where a tensor-parallel size does not divide what it has to."""
+def check_parallel_sizes(preset: ModelPreset, *, tensor: int, expert: int = 1) -> None:
+    """Raise ValueError, naming the flag, where a parallel size does not divide what it has to."""
     counts = {
         "query heads": preset.num_attention_heads,
         "key/value heads": preset.num_query_groups,
@@ -57,8 +61,10 @@ def check_tensor_parallel(preset: ModelPreset, size: int) -> None:
         "feed-forward channels": preset.ffn_hidden_size,
     }
     for what, count in counts.items():
-        if count % size:
-            raise ValueError(f"--tensor-model-parallel-size {size} does not divide the {count} {what} of {preset.name}")
+        if count % tensor:
+            raise ValueError(f"--tensor-model-parallel-size {tensor} does not divide the {count} {what} of {preset.name}")
+    sizes = dict(tensor_model_parallel_size=tensor, context_parallel_size=1, expert_model_parallel_size=expert)
+    check_divisible(preset, SimpleNamespace(**sizes))
 
 
 def verify_layouts(reader: HFReader, maps: list[ParameterMap], *, dtype: torch.dtype | None = None) -> None:

@@ -30,12 +30,33 @@ CONFIGS = {
     "qwen3_5_text": ("Qwen3_5TextConfig", QWEN35_TEXT),
 }  # fmt: skip
 
+_LATENT = _SHARED | dict(
+    num_key_value_heads=4, moe_intermediate_size=16, n_shared_experts=2, n_routed_experts=8, num_experts_per_tok=4,
+    routed_scaling_factor=2.5, first_k_dense_replace=2, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=12,
+    qk_rope_head_dim=8, v_head_dim=10, index_n_heads=8, index_head_dim=16, index_topk=7, tie_word_embeddings=False,
+    # As published, beyond what transformers' classes declare:
+    scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, moe_router_dtype="float32", pretraining_tp=1,
+    rope_interleave=True, num_nextn_predict_layers=0,
+)  # fmt: skip
+
+LATENT_CONFIGS = {
+    "glm_moe_dsa": ("GlmMoeDsaConfig", _LATENT | dict(
+        # Layers 0, 1 and 4 select.
+        num_hidden_layers=6, index_topk_freq=3, index_skip_topk_offset=2, indexer_rope_interleave=True,
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 8e6})),
+    "deepseek_v32": ("DeepseekV32Config", _LATENT | dict(
+        num_hidden_layers=3, n_group=4, topk_group=2, indexer_rope_interleave=False, rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4})),
+}  # fmt: skip
+
+ALL_CONFIGS = CONFIGS | LATENT_CONFIGS
+
 
 def build_hf_model(family: str, **changes):
     """A model of a family with random weights at which nothing is special (norms, gates and decays off their defaults)."""
     import transformers
 
-    config_class, fields = CONFIGS[family]
+    config_class, fields = ALL_CONFIGS[family]
     config = getattr(transformers, config_class)(**fields | changes)
     return randomize(transformers.AutoModelForCausalLM.from_config(config))
 
@@ -64,7 +85,12 @@ def randomize(model, seed: int = 3):
         else:
             # The delta rule's readout is normalised, also where it is nearly zero, which makes rounding large on both
             # sides (transformers' own float32 is 1e-5 off its float64): small output weights keep it below the bar.
-            parameter.copy_(noise * (0.03 if "out_proj" in name else 0.1))
+            # Small latents and index keys show what their norms add to the variance.
+            scales = {"out_proj": 0.03, "q_a_proj": 0.003, "kv_a_proj": 0.003, "indexer.wk": 0.003}
+            parameter.copy_(noise * next((scale for part, scale in scales.items() if part in name), 0.1))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model.eval()
 
 
@@ -106,23 +132,29 @@ def chunked_logits(model, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
 def build_pair(preset, groups, dtype=torch.float32):
     """(stateful, conventional) Megatron models without weights, vocabulary padded to 128 x TP."""
     from megatron.grpo.conversion.build import build_blank_model
+
+    return build_blank_model(preset, groups, dtype=dtype), build_conventional(preset, groups, dtype)
+
+
+def build_conventional(preset, groups, dtype=torch.float32):
+    """The conventional model of `build_pair`."""
     from megatron.grpo.model_provider import build_conventional_model, pad_vocab_size
 
-    stateful = build_blank_model(preset, groups, dtype=dtype)
     config = preset.transformer_config(
-        tensor_model_parallel_size=groups.tp.size(), params_dtype=dtype, perform_initialization=False,
-        use_cpu_initialization=True,
+        tensor_model_parallel_size=groups.tp.size(), expert_model_parallel_size=groups.ep.size(), params_dtype=dtype,
+        perform_initialization=False, use_cpu_initialization=True,
     )  # fmt: skip
     padded = pad_vocab_size(preset.vocab_size, 128, groups.tp.size())
-    return stateful, build_conventional_model(preset, config, groups, flash=True, padded_vocab_size=padded)
+    return build_conventional_model(preset, config, groups, flash=True, padded_vocab_size=padded)
 
 
 def share_weights(source, target) -> None:
-    """Make a model use another's parameters, by name."""
-    parameters = dict(source.named_parameters())
-    for name, parameter in target.named_parameters():
-        parameter.data = parameters.pop(name).data
-    assert not parameters
+    """Make a model use another's parameters and buffers, by name."""
+    for kind in ("named_parameters", "named_buffers"):
+        tensors = dict(getattr(source, kind)())
+        for name, tensor in getattr(target, kind)():
+            tensor.data = tensors.pop(name).data
+        assert not tensors
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -18,6 +18,10 @@ from megatron.grpo.presets import PRESETS
 
 TIED = dataclasses.replace(PRESETS["tiny-llama"], num_layers=1)
 HYBRID = dataclasses.replace(PRESETS["tiny-qwen3.6"], linear_attention_freq=2, num_layers=2)
+GLM = dataclasses.replace(
+    PRESETS["tiny-glm5.2"], num_layers=4, moe_layer_freq=(0, 1, 1, 1), num_experts=5, dsa_indexer_topk_freq=2,
+    dsa_indexer_skip_topk_offset=2,
+)  # fmt: skip
 
 
 def tensors_of(preset, dtype=torch.bfloat16, **options):
@@ -26,15 +30,16 @@ def tensors_of(preset, dtype=torch.bfloat16, **options):
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in sources}
 
 
-def plan(tmp_path, preset, tensors, **options):
-    folder = write_folder(tmp_path / "hf", hf_config_from_preset(preset, dtype="bfloat16"), tensors)
+def plan(tmp_path, preset, tensors, changes=(), **options):
+    config = hf_config_from_preset(preset, dtype="bfloat16") | dict(changes)
+    folder = write_folder(tmp_path / "hf", config, tensors)
     with HFReader(folder) as reader:
         maps, report = plan_import(reader, preset, **options)
         verify_layouts(reader, maps, **options)
         return report
 
 
-@pytest.mark.parametrize("preset", [TIED, HYBRID], ids=["llama", "qwen3.5"])
+@pytest.mark.parametrize("preset", [TIED, HYBRID, GLM], ids=["llama", "qwen3.5", "glm"])
 def test_a_whole_checkpoint_is_taken(tmp_path, preset):
     tensors = tensors_of(preset)
     report = plan(tmp_path, preset, tensors)
@@ -67,6 +72,58 @@ def test_what_is_left_out_on_purpose_is_listed(tmp_path):
         "vision tower": 1, "next-token-prediction layers": 2
     }  # fmt: skip
     assert report.left_out["vision tower"]["names"] == ["model.visual.blocks.0.attn.qkv.weight"]
+
+
+def test_next_token_layers_are_left_out_where_the_config_declares_them(tmp_path):
+    tensors = tensors_of(GLM)
+    ahead = {f"model.layers.4.{name}.weight": torch.zeros(2, 2) for name in ("eh_proj", "mlp.experts.0.up_proj")}
+    report = plan(tmp_path / "one", GLM, tensors | ahead, {"num_nextn_predict_layers": 1})
+    assert (report.tensors, set(report.left_out["next-token-prediction layers"]["names"])) == (len(tensors), set(ahead))
+    with pytest.raises(ValueError, match="2 unmapped: model.layers.4.eh_proj.weight, model.layers.4.mlp.experts.0"):
+        plan(tmp_path / "none", GLM, tensors | ahead)
+    with pytest.raises(ValueError, match="1 unmapped: model.layers.5.eh_proj.weight"):
+        further = {"model.layers.5.eh_proj.weight": torch.zeros(2, 2)}
+        plan(tmp_path / "further", GLM, tensors | further, {"num_nextn_predict_layers": 1})
+
+
+def test_indexers_are_where_layers_select_and_nowhere_else(tmp_path):
+    tensors = tensors_of(GLM)
+    assert sorted(name[:14] for name in tensors if name.endswith("indexer.wk.weight")) == [
+        "model.layers.0", "model.layers.1", "model.layers.3"
+    ]  # fmt: skip
+    name = "model.layers.2.self_attn.indexer.wk.weight"
+    with pytest.raises(ValueError, match=f"1 unmapped: {name}"):
+        plan(tmp_path / "shared", GLM, tensors | {name: torch.zeros(16, 64)})
+    del tensors["model.layers.3.self_attn.indexer.k_norm.bias"]
+    with pytest.raises(ValueError, match="1 missing: model.layers.3.self_attn.indexer.k_norm.bias"):
+        plan(tmp_path / "full", GLM, tensors)
+
+
+def test_every_expert_and_bias_must_be_there(tmp_path):
+    tensors = tensors_of(GLM)
+    for name in ("experts.4.down_proj.weight", "gate.e_score_correction_bias"):
+        del tensors[f"model.layers.3.mlp.{name}"]
+    tensors["model.layers.1.mlp.experts.5.up_proj.weight"] = torch.zeros(32, 64)
+    with pytest.raises(ValueError) as refusal:
+        plan(tmp_path, GLM, tensors)
+    text = str(refusal.value)
+    assert "1 unmapped: model.layers.1.mlp.experts.5.up_proj.weight" in text
+    assert "2 missing: model.layers.3.mlp.experts.4.down_proj.weight, model.layers.3.mlp.gate.e_score" in text
+
+
+def test_fused_experts_are_refused(tmp_path):
+    tensors = tensors_of(GLM) | {"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(5, 64, 64)}
+    with pytest.raises(ValueError, match="its experts are fused, where transformers' save_pretrained writes them one"):
+        plan(tmp_path, GLM, tensors)
+
+
+def test_experts_of_a_layer_have_one_dtype(tmp_path):
+    tensors = tensors_of(GLM)
+    name = "model.layers.3.mlp.experts.3.down_proj.weight"
+    tensors[name] = tensors[name].float()
+    with pytest.raises(ValueError, match=r"make up decoder.layers.3.mlp.experts.local_experts.\*.linear_fc2.weight"):
+        plan(tmp_path / "refused", GLM, tensors)
+    assert plan(tmp_path / "chosen", GLM, tensors, dtype=torch.bfloat16).dtypes["F32"] == 1
 
 
 def test_a_vision_tower_in_a_text_family_is_unmapped(tmp_path):

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from conversion_models import (
-    CONFIGS,
+    ALL_CONFIGS,
     VOCABULARY,
     build_hf_model,
     draw_tokens,
@@ -26,10 +26,10 @@ from tools.convert_checkpoint import convert, parse_arguments
 
 
 def save_mixed(family, folder, dtype=torch.bfloat16, **changes):
-    """An HF folder of a random model: decay rates and norms in float32, the rest in `dtype`, as Qwen3.5 is published."""
+    """An HF folder of a random model: decay rates, norms and routers in float32 as published, the rest in `dtype`."""
     model = build_hf_model(family, **changes)
     for name, parameter in model.named_parameters():
-        if not name.endswith(("A_log", "norm.weight")):
+        if not name.endswith(("A_log", "norm.weight", "gate.weight")):
             parameter.data = parameter.data.to(dtype)
     model.save_pretrained(folder, max_shard_size="60KB")
     for name in ("tokenizer.json", "chat_template.jinja"):
@@ -42,7 +42,7 @@ def run_tool(*arguments):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", ALL_CONFIGS)
 def test_the_tool_keeps_names_shapes_and_bits(family, tied, groups, tmp_path, capsys):
     source, checkpoint, back = (tmp_path / name for name in ("hf", "megatron", "back"))
     save_mixed(family, source, tie_word_embeddings=tied)
@@ -60,11 +60,12 @@ def test_the_tool_keeps_names_shapes_and_bits(family, tied, groups, tmp_path, ca
     assert f"wrote {len(before)} tensors" in capsys.readouterr().out
 
 
-def test_transformers_loads_an_export_and_computes_the_same(groups, tmp_path):
+@pytest.mark.parametrize("family", ["qwen3_5_text", "glm_moe_dsa"])
+def test_transformers_loads_an_export_and_computes_the_same(family, groups, tmp_path):
     from transformers import AutoModelForCausalLM
 
     source, back = tmp_path / "hf", tmp_path / "back"
-    model, tokens = build_hf_model("qwen3_5_text"), draw_tokens(1, 30)
+    model, tokens = build_hf_model(family), draw_tokens(1, 30)
     model.save_pretrained(source)
     with HFReader(source) as reader:
         preset = preset_from_hf_config(reader.config)
