@@ -123,10 +123,11 @@ class ReplayEngine:
         return hidden, runs
 
     def _announce_pages(self, runs: dict[Key, LayerRun]) -> None:
-        """Tell each paged layer which pages the next one will read, so that they are fetched meanwhile."""
+        """Tell each paged layer which pages the next one will read, in the forward and in the backward, so that they are
+        fetched meanwhile."""
         paged = [run for run in runs.values() if getattr(run, "history", None)]
         for run, following in zip(paged, paged[1:]):
-            run.upcoming = following.history
+            run.upcoming, following.preceding = following.read_in_forward, run.differentiated
 
     def _logprobs(self, segment: Segment, state: SegmentState, block: int, hidden: torch.Tensor) -> torch.Tensor:
         return token_logprobs(

@@ -5,7 +5,7 @@ state is in the SegmentState, and what one block needs is in a run object, bound
 of that block only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,6 +16,7 @@ from longstraw.attention.geometry import Exchange
 from longstraw.attention.layout import BlockLayout
 from longstraw.prompt_state.kept import KeptResidency
 from longstraw.prompt_state.ledger import Ledger
+from longstraw.prompt_state.pages import ArenaView
 from longstraw.prompt_state.residency import Residency, Staging
 from longstraw.segments import SegmentState
 
@@ -91,6 +92,24 @@ class LayerAdapter(Protocol):
 
     def partial_over_tp(self) -> list[torch.nn.Parameter]:
         """Parameters whose gradient on a rank is a partial sum that Megatron's finalization does not add over TP."""
+
+
+def prefetch_pages(own: Sequence[ArenaView], following: Sequence[ArenaView]) -> None:
+    """Start bringing the host pages of the layer that follows to the device.
+
+    A layer's own are fetched first, since they are needed at once and must not make room for the others.
+    """
+    for view in own:
+        if view.rows:
+            view.arena.read(view.rows)
+    for view in following:
+        view.arena.prefetch(view.rows)
+
+
+def prefetch_in_backward(output: torch.Tensor, own: Sequence[ArenaView], preceding: Sequence[ArenaView]) -> None:
+    """`prefetch_pages` as the backward reaches a layer's attention output; preceding: of the layer before it, whose backward
+    follows. The hook holds views of pages, nothing of the graph."""
+    output.register_hook(lambda _grad: prefetch_pages(own, preceding))
 
 
 @contextmanager

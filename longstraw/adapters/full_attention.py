@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.transformer.module import MegatronModule
 
-from longstraw.adapters.base import EndOfCapture, LayerRun, Root, StatePolicy
+from longstraw.adapters.base import EndOfCapture, LayerRun, Root, StatePolicy, prefetch_in_backward, prefetch_pages
 from longstraw.attention.layout import BlockLayout
 from longstraw.attention.geometry import AttentionGeometry, Exchange
 from longstraw.attention.paged import attend, paged_attention
@@ -39,10 +39,21 @@ class AttentionRun(LayerRun):
     rows_at_once: int
     exchange: Exchange
     upcoming: tuple[PageView, ...] = ()
+    preceding: tuple[PageView, ...] = ()
     kept: tuple[torch.Tensor, torch.Tensor] | None = None
     k: torch.Tensor | None = None
     v: torch.Tensor | None = None
     output: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def read_in_forward(self) -> tuple[PageView, ...]:
+        """The pages that this pass's forward reads: none where the output was kept."""
+        return self.history if self.kept is None else ()
+
+    @property
+    def differentiated(self) -> tuple[PageView, ...]:
+        """The pages that the backward reads."""
+        return self.history
 
 
 class PagedCoreAttention(MegatronModule):
@@ -62,11 +73,11 @@ class PagedCoreAttention(MegatronModule):
         run.k, run.v = k, v
         if run.stop_here:
             raise EndOfCapture
-        for view in run.upcoming:
-            view.arena.prefetch(view.rows)
+        prefetch_pages(run.read_in_forward, run.upcoming)
         geometry = AttentionGeometry(run.layout, self.softmax_scale, run.rows_at_once, run.history, run.exchange)
         if torch.is_grad_enabled():
             o = paged_attention(q.contiguous(), k, v, geometry, run.kept)
+            prefetch_in_backward(o, run.differentiated, run.preceding)
         else:
             run.output = attend(q.contiguous(), k, v, geometry)
             o = run.output[0]

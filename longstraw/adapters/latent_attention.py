@@ -19,7 +19,7 @@ import torch
 from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 
-from longstraw.adapters.base import EndOfCapture, LayerRun, Root, StatePolicy
+from longstraw.adapters.base import EndOfCapture, LayerRun, Root, StatePolicy, prefetch_in_backward, prefetch_pages
 from longstraw.attention.geometry import Exchange
 from longstraw.attention.latent import attend_latents, latent_attention
 from longstraw.attention.layout import BlockLayout
@@ -54,8 +54,8 @@ class LatentState:
 class LatentRun(LayerRun):
     """One block: what core attention reads (above) and leaves (below).
 
-    shared: None where every key is selected. captures: the pass leaves pages. own_latents [B, M, D]: the very tensor of the graph. own_index [B, M, E]:
-    index keys of a pass without gradient. output: (o, lse) of such a pass.
+    shared: None where every key is selected. captures: the pass leaves pages. own_latents [B, M, D]: the very tensor of
+    the graph. own_index [B, M, E]: index keys of a pass without gradient. output: (o, lse) of such a pass.
     """
 
     layout: BlockLayout
@@ -67,6 +67,7 @@ class LatentRun(LayerRun):
     rows_at_once: int
     exchange: Exchange
     upcoming: tuple[ArenaView, ...] = ()
+    preceding: tuple[ArenaView, ...] = ()
     kept: tuple[torch.Tensor, torch.Tensor] | None = None
     own_latents: torch.Tensor | None = None
     own_index: torch.Tensor | None = None
@@ -76,6 +77,16 @@ class LatentRun(LayerRun):
     def history(self) -> tuple[ArenaView, ...]:
         """All pages that the layer will read."""
         return (*self.latents, *self.index)
+
+    @property
+    def read_in_forward(self) -> tuple[ArenaView, ...]:
+        """The pages that this pass's forward reads: no latents where the output was kept."""
+        return self.history if self.kept is None else self.index
+
+    @property
+    def differentiated(self) -> tuple[ArenaView, ...]:
+        """The pages that the backward reads."""
+        return self.latents
 
 
 class BlockRotary(torch.nn.Module):
@@ -130,8 +141,7 @@ class PagedSparseAttention(DSAttention):
         scored = self._score(run, x, qr)
         if run.stop_here:
             raise EndOfCapture
-        for view in run.upcoming:
-            view.arena.prefetch(view.rows)
+        prefetch_pages(run.read_in_forward, run.upcoming)
         if scored is not None:
             run.shared.selection = self._select(run, *scored)
         selection = None if run.shared is None else run.shared.selection
@@ -140,6 +150,7 @@ class PagedSparseAttention(DSAttention):
         )
         if torch.is_grad_enabled():
             o = latent_attention(q.contiguous(), latents, selection, geometry, run.kept)
+            prefetch_in_backward(o, run.differentiated, run.preceding)
         else:
             run.output = attend_latents(q.contiguous(), latents, selection, geometry)
             o = run.output[0]

@@ -38,15 +38,18 @@ class Staging:
 
     def __init__(self, device: torch.device, limit: int = 2):
         self.device, self.limit = device, limit
+        self.fetched = self.late = 0  # fetches, and those of what no prefetch had asked for: the device waits for each
         self._copies: OrderedDict[int, _Copy] = OrderedDict()
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None
 
     def fetch(self, owner: int, rows: int, sources: tuple[torch.Tensor, ...], layer: int) -> tuple[torch.Tensor, ...]:
         """Device copies of `sources`; owner and rows name them (the same owner with more rows is copied anew)."""
+        held = self._copies.get(owner)
+        self.fetched += 1
+        self.late += held is None or held.rows != rows
         self.prefetch(owner, rows, sources, layer)
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        self._copies.move_to_end(owner)
         return self._copies[owner].tensors
 
     def prefetch(self, owner: int, rows: int, sources: tuple[torch.Tensor, ...], layer: int) -> None:
@@ -56,6 +59,7 @@ class Staging:
             self._copies.pop(owner, None)
             self._make_room(layer)
             self._copies[owner] = _Copy(layer, rows, self._copy(sources))
+        self._copies.move_to_end(owner)
 
     def _make_room(self, layer: int) -> None:
         """Drop the copies of the layer used longest ago, until `layer` is one of at most `limit`."""

@@ -66,6 +66,17 @@ def test_at_most_two_layers_of_host_pages_are_staged():
     assert all(1 <= len(layers) <= 2 for layers in staged), staged
 
 
+@pytest.mark.parametrize("kept, passes", [("none", 4), ("host", 3)])
+def test_host_pages_are_there_when_a_layer_wants_them(kept, passes):
+    """Of each pass over a block at most the first layer's pages are fetched late; every other fetch, in the forward and in
+    the backward, was announced. With kept outputs a replayed prompt chunk reads its pages in the backward only."""
+    pair = get_pair("tiny-llama")
+    engine = pair.engine(page_residency="host", attention_output_residency=kept)
+    replay_gradients(engine, draw_group(30, (7, 6), pair.vocab_size).tree())
+    staging = engine.policy.staging  # passes that read pages: the prompt's 2nd chunk, twice, and each response
+    assert 1 <= staging.late <= passes and staging.fetched >= 20, (staging.late, staging.fetched)
+
+
 def test_the_prompts_state_is_all_that_grows_with_the_prompt():
     """Per prompt token: two attention layers' keys and values; nothing else of the ledger grows but boundary states."""
     pair = get_small_hybrid()
