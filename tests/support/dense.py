@@ -2,7 +2,7 @@
 
 A `Sequence` is a whole sequence of tokens with a weight on each predicted token; the loss is the weighted sum of negative
 log-probabilities. `constant_prompt` turns the dense pass into that of `response_only`: it detaches, inside Megatron's own
-modules, all that later tokens read of the first tokens (keys, values, conv inputs, and the delta rule's inputs).
+modules, all that later tokens read of the first tokens (keys, values, latents, conv inputs, the delta rule's inputs).
 
 B batch, S tokens.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,10 @@ def constant_prompt(model, tokens: int) -> Iterator[None]:
         query, key, value, *rest = args
         return (query, _cut(key, tokens, 0), _cut(value, tokens, 0), *rest), kwargs
 
+    def detach_latents(module, args):
+        query, latents = args
+        return query, _cut(latents, tokens, 0)
+
     def detach_projection(module, args, output):
         return (_cut(output[0], tokens, 0), *output[1:])
 
@@ -95,6 +100,8 @@ def constant_prompt(model, tokens: int) -> Iterator[None]:
     for module in model.modules():
         if isinstance(module, DotProductAttention):
             undo.append(module.register_forward_pre_hook(detach_keys, with_kwargs=True).remove)
+        elif isinstance(module, DSAttention):
+            undo.append(module.register_forward_pre_hook(detach_latents).remove)
         elif isinstance(module, GatedDeltaNet):
             undo.append(module.in_proj.register_forward_hook(detach_projection).remove)
             original = module.gated_delta_rule
