@@ -159,6 +159,8 @@ class ModelPreset:
             calculate_per_token_loss=True,
             num_moe_experts=self.num_experts,
         )
+        if self.sparse:
+            fields["cp_comm_type"] = "allgather"  # Megatron wants its own way named; ours takes its place
         if not self.multi_latent_attention:
             return TransformerConfig(**fields | parallel_and_precision)
         fields |= dict(rotary_base=self.rotary_base, rotary_percent=self.rotary_percent)
@@ -166,7 +168,7 @@ class ModelPreset:
 
     def megatron_arguments(self) -> dict:
         """The same architecture as defaults of Megatron's flags (argparse destinations)."""
-        return self.model_fields() | dict(
+        return self.model_fields() | ({"cp_comm_type": ["allgather"]} if self.sparse else {}) | dict(
             group_query_attention=self.num_query_groups != self.num_attention_heads,
             vocab_size=self.vocab_size,
             max_position_embeddings=self.max_position_embeddings,

@@ -59,7 +59,7 @@ def test_every_field_of_ours_is_a_flag_and_comes_back():
         "--loss-aggregation group_constant --loss-constant 32 --kl-estimator k2 --group-filter drop_uniform "
         "--group-filter-retries 1 --logprob-chunk-tokens 64 --semantics response_only --prompt-chunk-size 256 "
         "--response-block-size 128 --page-residency host --adjoint-residency host --attention-output-residency host "
-        "--query-rows-at-once 99"
+        "--index-page-residency host --selection-residency host --query-rows-at-once 99 --attention-exchange keys"
     )
     _, config = parse(flags)
     _, default = parse()
