@@ -1,4 +1,5 @@
-"""Conversion at tensor parallel 2: one launch of two ranks converts, computes, saves, loads and exports every family.
+"""Conversion at tensor parallel 2 and at expert parallel 2: one launch of two ranks converts, computes, saves, loads and
+exports every family.
 
 This file is also the ranks' script.
 """
@@ -18,11 +19,14 @@ from conversion_models import (  # noqa: E402
 )  # fmt: skip
 
 FAMILIES = tuple(CONFIGS)
+SPARSE_EXPERTS = "glm_moe_dsa"
 TOKENS = (2, 70)
 
 
 def convert_on_ranks(folder: Path) -> dict:
-    """What a rank of two finds for every family: errors of its logits, and whether a checkpoint gave its weights back."""
+    """What a rank of two finds for every family: errors and shapes of its logits. It leaves checkpoints and HF folders."""
+    from megatron.core import parallel_state
+
     from megatron.grpo.conversion.architecture import preset_from_hf_config
     from megatron.grpo.conversion.build import build_blank_model, leave_groups, start_groups
     from megatron.grpo.conversion.hf_reader import HFReader
@@ -36,23 +40,48 @@ def convert_on_ranks(folder: Path) -> dict:
             preset = preset_from_hf_config(reader.config)
             stateful, conventional = build_pair(preset, groups)
             import_weights(stateful, reader, preset)
-        share_weights(stateful, conventional)
-        logits = {
-            "whole": gather(whole_sequence_logits(conventional, tokens), groups),
-            "chunks": chunked_logits(stateful, tokens, 17),
-        }
+        found[family] = compare_logits(stateful, conventional, tokens, expected, groups)
         again = build_blank_model(preset, groups, dtype=torch.float32, vocab_divisible_by=40)
         load_model_weights(folder / f"{family}-tp1", again)  # written by one process, with another padding
         save_model_weights(folder / f"{family}-tp2", again, preset)
         export_weights(again, preset, folder / f"{family}-back", max_shard_bytes=40_000)
-        found[family] = {
-            "errors": {way: relative_error(value[..., :VOCABULARY], expected) for way, value in logits.items()},
-            "padded": [way for way, value in logits.items() if value[..., VOCABULARY:].any()],
-            "shapes": [value.shape[-1] for value in logits.values()],
-        }
     rank = groups.tp.rank()
+    parallel_state.destroy_model_parallel()
+    found[SPARSE_EXPERTS] = share_experts_on_ranks(folder, tokens)
     leave_groups()
     return {"rank": rank, "found": found}
+
+
+def share_experts_on_ranks(folder: Path, tokens: torch.Tensor) -> dict:
+    """The same at expert parallel 2, the HF folder in bfloat16 imported as the tool's ranks import it."""
+    from megatron.grpo.conversion.build import start_groups
+    from megatron.grpo.conversion.checkpoint_folder import read_preset
+    from megatron.grpo.conversion.megatron_checkpoint import load_model_weights
+    from megatron.grpo.conversion.weights import export_weights
+    from tools.convert_checkpoint import parse_arguments, write_megatron
+
+    source, groups = folder / SPARSE_EXPERTS, start_groups(expert_parallel=2)
+    arguments = ["--hf-to-megatron", "--load", f"{source}-bf16", "--save", f"{source}-bf16-ep2"]
+    write_megatron(parse_arguments([*arguments, "--expert-model-parallel-size", "2"]))
+    preset = read_preset(f"{source}-tp1")
+    stateful, conventional = build_pair(preset, groups)
+    load_model_weights(f"{source}-tp1", stateful)  # written by one process
+    export_weights(stateful, preset, f"{source}-back", max_shard_bytes=40_000)
+    return compare_logits(stateful, conventional, tokens, torch.load(f"{source}.pt"), groups)
+
+
+def compare_logits(stateful, conventional, tokens, expected, groups) -> dict:
+    """Errors, columns of the padding that are not zero, and width of the logits, whole and chunk by chunk."""
+    share_weights(stateful, conventional)
+    logits = {
+        "whole": gather(whole_sequence_logits(conventional, tokens), groups),
+        "chunks": chunked_logits(stateful, tokens, 17),
+    }
+    return {
+        "errors": {way: relative_error(value[..., :VOCABULARY], expected) for way, value in logits.items()},
+        "padded": [way for way, value in logits.items() if value[..., VOCABULARY:].any()],
+        "shapes": [value.shape[-1] for value in logits.values()],
+    }
 
 
 def gather(logits: torch.Tensor, groups) -> torch.Tensor:
@@ -63,17 +92,18 @@ def gather(logits: torch.Tensor, groups) -> torch.Tensor:
 
 
 @pytest.mark.ranks
-def test_tensor_parallel_conversion(tmp_path):
+def test_conversion_on_two_ranks(tmp_path):
     from megatron.grpo.conversion.architecture import preset_from_hf_config
     from megatron.grpo.conversion.build import build_blank_model, leave_groups, start_groups
     from megatron.grpo.conversion.hf_reader import HFReader
     from megatron.grpo.conversion.megatron_checkpoint import load_model_weights, save_model_weights
     from megatron.grpo.conversion.weights import hf_tensors, import_weights
+    from tools.convert_checkpoint import convert, parse_arguments
     from tools.local_ranks import run_ranks
 
     groups, presets = start_groups(), {}
     try:
-        for family in FAMILIES:
+        for family in (*FAMILIES, SPARSE_EXPERTS):
             model = build_hf_model(family)
             model.save_pretrained(tmp_path / family, max_shard_size="60KB")
             torch.save(hf_logits(model, draw_tokens(*TOKENS)), tmp_path / f"{family}.pt")
@@ -82,13 +112,19 @@ def test_tensor_parallel_conversion(tmp_path):
                 single = build_blank_model(presets[family], groups, dtype=torch.float32)
                 import_weights(single, reader, presets[family])
             save_model_weights(tmp_path / f"{family}-tp1", single, presets[family])
+        for name, parameter in model.named_parameters():
+            if not name.endswith("gate.weight"):
+                parameter.data = parameter.data.bfloat16()
+        model.save_pretrained(tmp_path / f"{SPARSE_EXPERTS}-bf16")
 
         assert run_ranks(str(Path(__file__).resolve()), [str(tmp_path)], 2) == 0
 
+        one, two = (str(tmp_path / f"{SPARSE_EXPERTS}-bf16-{name}") for name in ("ep2", "back"))
+        assert convert(parse_arguments(["--megatron-to-hf", "--load", one, "--save", two])) == 0
+        for folder in (*FAMILIES, SPARSE_EXPERTS, f"{SPARSE_EXPERTS}-bf16"):
+            check_same_tensors(tmp_path / folder, tmp_path / f"{folder}-back")
         for family in FAMILIES:
-            source, back = read_all(tmp_path / family), read_all(tmp_path / f"{family}-back")
-            assert source.keys() == back.keys()
-            assert [name for name in source if not same_bits(source[name], back[name])] == []
+            source = read_all(tmp_path / family)
             single = build_blank_model(presets[family], groups, dtype=torch.float32)
             load_model_weights(tmp_path / f"{family}-tp2", single)
             assert all(same_bits(tensor, source[name]) for name, tensor in hf_tensors(single, presets[family]))
@@ -97,7 +133,16 @@ def test_tensor_parallel_conversion(tmp_path):
     for rank in (0, 1):
         for family, found in torch.load(tmp_path / f"rank{rank}.pt")["found"].items():
             assert max(found["errors"].values()) <= 1e-5, (rank, family, found)
-            assert (found["padded"], found["shapes"]) == ([], [256, 256]), (rank, family, found)
+            width = 128 if family == SPARSE_EXPERTS else 256
+            assert (found["padded"], found["shapes"]) == ([], [width, width]), (rank, family, found)
+
+
+def check_same_tensors(one: Path, other: Path) -> None:
+    """Every tensor of an HF folder, experts' biases included, is in the other with the same bits, and no other tensor is."""
+    source, back = read_all(one), read_all(other)
+    assert source.keys() == back.keys()
+    assert [name for name in source if not same_bits(source[name], back[name])] == []
+    assert all(tensor.any() for name, tensor in source.items() if name.endswith("e_score_correction_bias"))
 
 
 if __name__ == "__main__":

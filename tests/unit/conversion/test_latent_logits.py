@@ -1,4 +1,7 @@
-"""Converted latent-attention models compute what transformers computes: GLM-5.x and DeepSeek-V3.2, whole sequences."""
+"""Converted latent-attention models compute what transformers computes: GLM-5.x and DeepSeek-V3.2.
+
+Whole sequences through Megatron's own modules, and chunk by chunk through the engine.
+"""
 
 import dataclasses
 
@@ -9,6 +12,7 @@ from conversion_models import (
     build_conventional,
     build_hf_model,
     build_pair,
+    chunked_logits,
     draw_tokens,
     hf_logits,
     relative_error,
@@ -20,7 +24,7 @@ from megatron.grpo.conversion.architecture import preset_from_hf_config
 from megatron.grpo.conversion.hf_reader import HFReader
 from megatron.grpo.conversion.weights import import_weights
 
-LENGTH = 61
+LENGTH, CHUNKS = 61, (17, 61)
 SPARSE, DENSE = {}, {"index_topk": 64}  # positions that a token reads: 7 of up to 61, or all
 
 
@@ -40,10 +44,12 @@ def convert(model, folder, groups):
 def test_logits_equal_transformers(family, selection, groups, tmp_path):
     model, tokens = build_hf_model(family, **selection), draw_tokens(2, LENGTH)
     expected = hf_logits(model, tokens)
-    _, conventional = convert(model, tmp_path / "hf", groups)
-    found = whole_sequence_logits(conventional, tokens)
-    assert not found[..., VOCABULARY:].any(), "padding of the vocabulary has logits"
-    assert relative_error(found[..., :VOCABULARY], expected) <= 1e-5
+    stateful, conventional = convert(model, tmp_path / "hf", groups)
+    found = {"whole": whole_sequence_logits(conventional, tokens)}
+    found |= {f"chunks of {chunk}": chunked_logits(stateful, tokens, chunk) for chunk in CHUNKS}
+    errors = {way: relative_error(logits[..., :VOCABULARY], expected) for way, logits in found.items()}
+    assert max(errors.values()) <= 1e-5, errors
+    assert not any(logits[..., VOCABULARY:].any() for logits in found.values()), "padding of the vocabulary has logits"
 
 
 def test_the_selection_matters(groups, tmp_path):
