@@ -19,6 +19,7 @@ import torch
 
 from longstraw.adapters.base import Key, LayerRun, StatePolicy, bind
 from longstraw.adapters.decoder import run_decoder, token_logprobs
+from longstraw.adapters.lockstep import Lockstep, PassKind
 from longstraw.adapters.registry import find_adapters, find_routers
 from longstraw.attention.exchange import gather_tokens
 from longstraw.attention.geometry import Exchange
@@ -91,6 +92,7 @@ class ReplayEngine:
         self.unit = model.pg_collection.tp.size() if model.config.sequence_parallel else 1
         self.mixers = find_adapters(model, model.config.num_layers)
         self.adapters = [*self.mixers, *find_routers(model)]
+        self.lockstep = Lockstep(model.pg_collection.ep, self.cp, current_device())
         self.ledger = Ledger()
         self.policy = StatePolicy(
             page_residency=config.page_residency, index_page_residency=config.index_page_residency,
@@ -111,7 +113,11 @@ class ReplayEngine:
         return state
 
     def _run_block(self, segment: Segment, state: SegmentState, block: int, *, replay: bool):
-        """One block through the model -> (hidden or None, adapter's key -> run)."""
+        """One block through the model, once it is its turn -> (hidden or None, adapter's key -> run)."""
+        self._serve_until(PassKind(replay, segment.captures_only))
+        return self._pass_block(segment, state, block, replay=replay)
+
+    def _pass_block(self, segment: Segment, state: SegmentState, block: int, *, replay: bool):
         stop_at = self.mixers[-1] if segment.captures_only else None
         runs: dict[Key, LayerRun] = {}
         for adapter in self.adapters:
@@ -121,6 +127,33 @@ class ReplayEngine:
         with bind(self.adapters, runs):
             hidden = run_decoder(self.model, segment.inputs[:, cut_columns(state, block)], state.plan[block])
         return hidden, runs
+
+    def finish_phase(self) -> None:
+        """Serve the passes of replicas that share this one's experts until none wants any more.
+
+        Collective over those replicas; called before anything else that is collective over data parallelism.
+        """
+        self._serve_until(None)
+
+    def _serve_until(self, wanted: PassKind | None) -> None:
+        while (kind := self.lockstep.choose(wanted)) != wanted:
+            with torch.set_grad_enabled(kind.replay):
+                self._serve_experts(kind)
+
+    def _serve_experts(self, kind: PassKind) -> None:
+        """A pass of one token that follows nothing and has no weight in any loss: it adds zeros to every gradient."""
+        token = torch.zeros(1, 1, dtype=torch.long, device=current_device())
+        segment = Segment("idle", token, captures_only=kind.captures_only)
+        if not kind.captures_only:
+            segment.targets, segment.loss = token, lambda logprobs, columns: 0.0 * logprobs.sum()
+        state = self.open_segment(segment, None)
+        hidden, runs = self._pass_block(segment, state, 0, replay=kind.replay)
+        if kind.replay:
+            for adapter in self.adapters:
+                adapter.capture(runs[adapter.key], state, 0)
+                adapter.prepare(state)
+            logprobs = None if segment.loss is None else self._logprobs(segment, state, 0, hidden)
+            self._differentiate_block(segment, state, 0, runs, logprobs)
 
     def _announce_pages(self, runs: dict[Key, LayerRun]) -> None:
         """Tell each paged layer which pages the next one will read, in the forward and in the backward, so that they are

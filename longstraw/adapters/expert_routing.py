@@ -11,10 +11,12 @@ exchange. The bias of the experts is frozen: it moves outside the gradient, and 
 T tokens that this rank owns (over the whole batch), E experts, K experts a token.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from longstraw.adapters.base import LayerRun, Root, StatePolicy
 from longstraw.attention.layout import BlockLayout
@@ -58,7 +60,6 @@ class ReplayRouter(TopKRouter):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        _refuse_other_rules(self.config)
         self.run: RoutingRun | None = None
         self.frozen_expert_bias = True
 
@@ -79,6 +80,37 @@ class ReplayRouter(TopKRouter):
         """Nothing: a frozen bias needs no counts, and a replay would count a token twice."""
 
 
+class RealTokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's all-to-all between tokens and experts, which would take every row for a token of K experts."""
+
+    router: ReplayRouter
+
+    def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
+        """As Megatron's, with the number of rows that go to experts."""
+        tokens_per_expert = super().preprocess(routing_map)
+        self.num_out_tokens = self.router.run.tokens * self.config.moe_router_topk
+        return tokens_per_expert
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """As Megatron's, which keeps the gates until the next pass: through their graph they would keep every page."""
+        output = super().combine_postprocess(hidden_states)
+        self.probs = None
+        return output
+
+
+class ReplayMoELayer(MoELayer):
+    """Megatron's MoELayer whose router repeats its choices and whose dispatcher leaves padding behind."""
+
+    def __init__(self, config, submodules: MoESubmodules, *args, **kwargs):
+        _refuse_other_rules(config)
+        super().__init__(config, replace(submodules, router=ReplayRouter), *args, **kwargs)
+        self.token_dispatcher = RealTokenDispatcher(
+            self.num_local_experts, self.local_expert_indices, config=self.config,
+            pg_collection=kwargs["pg_collection"],
+        )
+        self.token_dispatcher.router = self.router
+
+
 def _refuse_other_rules(config) -> None:
     """Raise ValueError, naming the flag, for what chooses anew in each pass or drops tokens."""
     wanted = {
@@ -91,6 +123,7 @@ def _refuse_other_rules(config) -> None:
         "--moe-router-force-biased": (config.moe_router_force_biased, None),
         "--moe-enable-routing-replay": (config.moe_enable_routing_replay, False),
         "--moe-permute-fusion": (config.moe_permute_fusion, False),
+        "--moe-shared-expert-overlap": (config.moe_shared_expert_overlap, False),
         "--moe-token-dispatcher-type": (config.moe_token_dispatcher_type, "alltoall"),
     }
     for flag, (found, needed) in wanted.items():
@@ -103,9 +136,10 @@ def _refuse_other_rules(config) -> None:
 class ExpertRoutingAdapter:
     """The sweeps' view of one router."""
 
-    def __init__(self, module: ReplayRouter):
-        self.layer_number, self.module = module.layer_number, module
-        self.key = ("router", module.layer_number)
+    def __init__(self, layer: ReplayMoELayer):
+        self.module = layer.router
+        self.layer_number = self.module.layer_number
+        self.key = ("router", self.layer_number)
 
     def open(self, segment: SegmentState, policy: StatePolicy) -> RoutingRecord:
         """No block recorded yet."""

@@ -5,10 +5,10 @@ A new layer kind registers here: its stateful module class and its adapter class
 
 import torch
 from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
-from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from longstraw.adapters.base import LayerAdapter
-from longstraw.adapters.expert_routing import ExpertRoutingAdapter, ReplayRouter
+from longstraw.adapters.expert_routing import ExpertRoutingAdapter, ReplayMoELayer
 from longstraw.adapters.full_attention import FullAttentionAdapter, PagedCoreAttention
 from longstraw.adapters.gated_delta_net import GatedDeltaNetAdapter, StatefulGatedDeltaNet
 from longstraw.adapters.latent_attention import LatentAttentionAdapter
@@ -18,9 +18,6 @@ ADAPTERS: dict[type[torch.nn.Module], type] = {
     StatefulGatedDeltaNet: GatedDeltaNetAdapter,
     AbsorbedMLASelfAttention: LatentAttentionAdapter,
 }
-
-
-ROUTERS: dict[type[torch.nn.Module], type] = {ReplayRouter: ExpertRoutingAdapter}
 
 
 def find_adapters(model: torch.nn.Module, num_layers: int) -> list[LayerAdapter]:
@@ -41,11 +38,11 @@ def find_routers(model: torch.nn.Module) -> list[LayerAdapter]:
 
     Raises ValueError where experts are routed by another class, whose choices would not be repeated.
     """
-    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
-    other = [module.layer_number for module in routers if type(module) not in ROUTERS]
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    other = [layer.layer_number for layer in layers if type(layer) is not ReplayMoELayer]
     if other:
         raise ValueError(
             f"the experts of layers {other} have no router that records its choices: build the model with the layer "
             "specs of longstraw.patches.layer_specs"
         )
-    return sorted((ROUTERS[type(module)](module) for module in routers), key=lambda adapter: adapter.layer_number)
+    return sorted(map(ExpertRoutingAdapter, layers), key=lambda adapter: adapter.layer_number)

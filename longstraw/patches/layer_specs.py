@@ -3,13 +3,12 @@
 Megatron builds a hybrid block (gated delta net + full attention) only on Transformer Engine. This builds the same block
 for any backend, with one naming of parameters: norms are modules of their own (`input_layernorm.weight`), never fused
 into the following linear. What is swapped is stated by the arguments of `build_decoder_spec`: the core attention, the
-gated delta net, the sparse attention of latent attention, and the router of experts; Megatron's own classes give the
+gated delta net, the sparse attention of latent attention, and the layer of experts; Megatron's own classes give the
 conventional model, ours the stateful one.
 
 Left out: latent attention without a sparse selection.
 """
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -36,7 +35,6 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 )
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -49,14 +47,14 @@ from longstraw.patches.norms import GatedOutputNorm, RMSNorm
 
 def build_decoder_spec(
     config: TransformerConfig, *, core_attention: type, gated_delta_net: type, sparse_attention: type = DSAttention,
-    router: type = TopKRouter,
+    moe_layer: type = MoELayer,
 ) -> TransformerBlockSubmodules:
     """The block spec of a decoder: one layer spec per layer and the final norm.
 
     config: its `experimental_attention_variant` and `linear_attention_freq` give the attention of each layer, its
     `num_moe_experts` and `moe_layer_freq` the layers with experts.
     core_attention: class of SelfAttention's core attention. gated_delta_net: class of the GDN layer. sparse_attention:
-    class of the core attention of latent attention, built as DSAttention is. router: class of the router of experts.
+    class of the core attention of latent attention, built as DSAttention is. moe_layer: class of the layers with experts.
     Raises ValueError, naming the flags, for what this block cannot be.
     """
     if config.normalization != "RMSNorm":
@@ -65,7 +63,7 @@ def build_decoder_spec(
         raise ValueError("--multi-latent-attention needs --experimental-attention-variant dsa")
     linears = pick_linears(config)
     attention = _attention_of_layers(config, linears, core_attention, gated_delta_net, sparse_attention)
-    mlp = _mlp_of_layers(config, linears, router)
+    mlp = _mlp_of_layers(config, linears, moe_layer)
     layers = [
         ModuleSpec(
             module=TransformerLayer,
@@ -139,7 +137,7 @@ def _latent_attention(config: TransformerConfig, linears: Linears, sparse_attent
     )
 
 
-def _mlp_of_layers(config: TransformerConfig, linears: Linears, router: type) -> list:
+def _mlp_of_layers(config: TransformerConfig, linears: Linears, moe_layer: type) -> list:
     """The MLP of each layer: dense, or experts."""
     backend = _LinearBackend(config, linears)
     dense = get_mlp_module_spec_for_backend(backend=backend, num_experts=None)
@@ -148,7 +146,7 @@ def _mlp_of_layers(config: TransformerConfig, linears: Linears, router: type) ->
     spec = get_moe_module_spec_for_backend(
         backend=backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
-    experts = partial(MoELayer, submodules=replace(spec.keywords["submodules"], router=router))
+    experts = partial(moe_layer, submodules=spec.keywords["submodules"])
     return [experts if has_experts else dense for has_experts in get_moe_layer_pattern(config)]
 
 

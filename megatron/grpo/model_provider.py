@@ -11,10 +11,10 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from longstraw.adapters.expert_routing import ReplayRouter
+from longstraw.adapters.expert_routing import ReplayMoELayer
 from longstraw.adapters.full_attention import PagedCoreAttention
 from longstraw.adapters.gated_delta_net import StatefulGatedDeltaNet
 from longstraw.adapters.latent_attention import PagedSparseAttention
@@ -50,12 +50,12 @@ def pad_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int
 def build_model(
     preset: ModelPreset, config: TransformerConfig, groups: ProcessGroupCollection, *,
     core_attention: type = PagedCoreAttention, gated_delta_net: type = StatefulGatedDeltaNet,
-    sparse_attention: type = PagedSparseAttention, router: type = ReplayRouter, padded_vocab_size: int | None = None,
+    sparse_attention: type = PagedSparseAttention, moe_layer: type = ReplayMoELayer, padded_vocab_size: int | None = None,
 ) -> GPTModel:
     """The model of a preset, by default the stateful one, on the current device.
 
-    core_attention, gated_delta_net, sparse_attention and router pick other classes: `DotProductAttention` or
-    `FlashCoreAttention` with Megatron's `GatedDeltaNet`, `DSAttention` and `TopKRouter` give the conventional model.
+    core_attention, gated_delta_net, sparse_attention and moe_layer pick other classes: `DotProductAttention` or
+    `FlashCoreAttention` with Megatron's `GatedDeltaNet`, `DSAttention` and `MoELayer` give the conventional model.
     padded_vocab_size: see `pad_vocab_size` (default: no padding).
     Raises ValueError where the parallel sizes do not divide what they have to.
     """
@@ -68,7 +68,7 @@ def build_model(
             config,
             build_decoder_spec(
                 config, core_attention=core_attention, gated_delta_net=gated_delta_net,
-                sparse_attention=sparse_attention, router=router,
+                sparse_attention=sparse_attention, moe_layer=moe_layer,
             ),
             vocab_size=padded_vocab_size or preset.vocab_size,
             max_sequence_length=preset.max_position_embeddings,
@@ -97,7 +97,7 @@ def build_conventional_model(preset, config, groups, *, flash: bool, padded_voca
     attention = FlashCoreAttention if flash else DotProductAttention
     return build_model(
         preset, config, groups, core_attention=attention, gated_delta_net=GatedDeltaNet, sparse_attention=DSAttention,
-        router=TopKRouter, padded_vocab_size=padded_vocab_size,
+        moe_layer=MoELayer, padded_vocab_size=padded_vocab_size,
     )
 
 

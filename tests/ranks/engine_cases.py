@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One comparison with the dense pass. What is left of the world after tp x cp is data parallel.
+    """One comparison with the dense pass. What is left of the world after tp x cp is data parallel; ep is over all of it.
 
     groups: (prompt length, response lengths) each; a data-parallel replica takes every dp-th of them, or none.
     documents: lengths of documents with a loss of their own, one after another, in place of groups. single_token: only one
@@ -20,6 +20,7 @@ class Case:
     ranks: int
     tp: int = 1
     cp: int = 1
+    ep: int = 1
     sequence_parallel: bool = False
     preset: str = "tiny-qwen3.6"
     dtype: str = "float64"
@@ -102,4 +103,40 @@ def _four() -> list[Case]:
     ]
 
 
+def _experts() -> list[Case]:
+    """Experts on 2 and 4 ranks: over context-parallel ranks, over replicas that share them, and over both."""
+    two = dict(preset="tiny-qwen3-moe", ranks=2)
+    four = dict(preset="tiny-qwen3-moe", ranks=4)
+    unequal = dict(groups=((20, (5, 1)), (33, (2, 6)), (7, (9,))))
+    cp2 = Case(name="cp2 ep2", cp=2, ep=2, **two)
+    cp4 = Case(name="cp4 ep4", cp=4, ep=4, **four)
+    spread = Case(name="dp2 x cp2 ep4", cp=2, ep=4, **four, **unequal)
+    return [
+        Case(name="cp2 ep1", cp=2, **two),
+        cp2,
+        replace(cp2, name="cp2 ep2, odd prompt and 1-token responses", **ODD),
+        replace(cp2, name="cp2 ep2, prompt of 1 token, blocks of 1", groups=((1, (3, 1)),), block=1),
+        replace(cp2, name="cp2 ep2, host pages, batch", groups=((20, (6, 6, 6, 6)),), together=2, block=4, pages="host"),
+        replace(cp2, name="cp2 ep2, scored and replayed in one go", in_one_go=True),
+        replace(cp2, name="cp2 ep2, documents", documents=(37, 51, 40), block=16),
+        replace(cp2, name="cp2 ep2, response only", semantics="response_only"),
+        Case(name="dp2 ep1", **two, **unequal),
+        Case(name="dp2 ep2, replicas of different length", ep=2, **two, **unequal),
+        Case(name="dp2 ep2, a replica without work", ep=2, groups=((20, (5, 1)),), **two),
+        Case(name="dp2 ep2, in one go", ep=2, in_one_go=True, **two, **unequal),
+        Case(name="cp4 ep1", cp=4, **four),
+        Case(name="cp4 ep2", cp=4, ep=2, **four),
+        cp4,
+        replace(cp4, name="cp4 ep4, odd prompt and 1-token responses", **ODD),
+        replace(cp4, name="cp4 ep4, chunks of 2: ranks own nothing", groups=((9, (3, 1)),), chunk=2, block=1),
+        Case(name="dp2 x cp2 ep2", cp=2, ep=2, **four, **unequal),
+        spread,
+        replace(spread, name="dp2 x cp2 ep4, a replica without work", groups=((20, (5, 1)),)),
+        Case(name="dp4 ep2", ep=2, **four, **unequal),
+    ]
+
+
 CASES = {case.name: case for case in (*_two(), *_four())}
+
+EXPERT_CASES = {case.name: case for case in _experts()}
+CASE_SETS = {"engine": CASES, "experts": EXPERT_CASES}

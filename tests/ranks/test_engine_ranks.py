@@ -3,13 +3,12 @@
 Two launches, of 2 and of 4 ranks, run all the cases of engine_cases.py; each test here reads one result.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.ranks.engine_cases import CASES
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import open_results
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]  # seconds on a free machine, minutes on a busy one
 HERE = Path(__file__).parent
@@ -17,20 +16,8 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """case name -> errors and losses; each world is launched when first asked for."""
-    found = {}
-
-    def result_of(name):
-        ranks = CASES[name].ranks
-        if ranks not in found:
-            scratch = tmp_path_factory.mktemp(f"ranks{ranks}")
-            found[ranks] = {}  # a failed launch fails each of its cases at once
-            run_on_ranks(HERE / "engine_ranks.py", ranks, scratch, [str(scratch / "results.json")])
-            found[ranks] = json.loads((scratch / "results.json").read_text())
-        assert name in found[ranks], f"the launch of {ranks} ranks failed before this case"
-        return found[ranks][name]
-
-    return result_of
+    """case name -> errors and losses."""
+    return open_results(HERE / "engine_ranks.py", CASES, ["engine"], tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", CASES)

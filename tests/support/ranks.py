@@ -4,6 +4,7 @@ The script imports once and forks its ranks: importing Megatron costs more than 
 """
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -35,6 +36,26 @@ def run_on_ranks(script: Path, ranks: int, scratch: Path, arguments: list[str] =
         raise AssertionError(f"{script.name} on {ranks} ranks did not end in {seconds} s\n{output[-6000:]}") from None
     assert process.returncode == 0, f"{script.name} on {ranks} ranks: exit code {process.returncode}\n{output[-6000:]}"
     return output
+
+
+def open_results(script: Path, cases: dict, arguments: list[str], tmp_path_factory) -> Callable[[str], dict]:
+    """case name -> what the script found for it; each number of ranks is launched when first asked for.
+
+    cases: by name, each with its `ranks`. The script gets a path to write {name: result} to as JSON, then `arguments`.
+    """
+    found: dict[int, dict] = {}
+
+    def result_of(name: str) -> dict:
+        ranks = cases[name].ranks
+        if ranks not in found:
+            scratch = tmp_path_factory.mktemp(f"ranks{ranks}")
+            found[ranks] = {}  # a failed launch fails each of its cases at once
+            run_on_ranks(script, ranks, scratch, [str(scratch / "results.json"), *arguments])
+            found[ranks] = json.loads((scratch / "results.json").read_text())
+        assert name in found[ranks], f"the launch of {ranks} ranks failed before this case"
+        return found[ranks][name]
+
+    return result_of
 
 
 def fork_ranks(main: Callable[[int, int, list[str]], None]) -> None:
