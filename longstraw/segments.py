@@ -75,6 +75,11 @@ class SegmentState:
         """Tokens that this rank owns in the blocks before `block`."""
         return sum(layout.mine for layout in self.plan[:block])
 
+    @property
+    def padded_rows(self) -> int:
+        """Rows that each rank runs in all blocks, padding included."""
+        return sum(layout.rows for layout in self.plan)
+
     def rows_of_ranks_before(self, block: int) -> tuple[int, ...]:
         """Tokens that each rank owns in the blocks before `block`."""
         ranks = self.plan[0].ranks if self.plan else 1

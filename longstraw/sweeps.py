@@ -26,9 +26,9 @@ from longstraw.attention.geometry import Exchange
 from longstraw.attention.layout import plan_blocks
 from longstraw.patches.device import current_device
 from longstraw.prompt_state.kept import KeptResidency
-from longstraw.prompt_state.ledger import Ledger
+from longstraw.prompt_state.ledger import Ledger, LedgerEntry
 from longstraw.prompt_state.residency import Residency, Staging
-from longstraw.segments import BlockLoss, Segment, SegmentState, cut_columns, own_columns
+from longstraw.segments import BlockLoss, Segment, SegmentState, cut_columns, own_columns, prompt_segment
 
 Semantics = Literal["exact", "response_only"]
 
@@ -127,6 +127,19 @@ class ReplayEngine:
         with bind(self.adapters, runs):
             hidden = run_decoder(self.model, segment.inputs[:, cut_columns(state, block)], state.plan[block])
         return hidden, runs
+
+    def foresee_state(self, tokens: int) -> list[LedgerEntry]:
+        """What the state of a prompt of that many tokens will hold on this rank at its fullest; nothing is allocated."""
+        prompt = prompt_segment(torch.empty(1, tokens, dtype=torch.long, device="meta"))
+        segment = self.open_segment(prompt, None, constant=self.config.semantics == "response_only")
+        dtype = next(self.model.parameters()).dtype
+        return [
+            entry
+            for adapter in self.adapters
+            for entry in adapter.foresee(
+                segment, self.policy, dtype, stops=adapter.layer_number == self.mixers[-1].layer_number
+            )
+        ]
 
     def finish_phase(self) -> None:
         """Serve the passes of replicas that share this one's experts until none wants any more.

@@ -15,7 +15,7 @@ import torch
 from longstraw.attention.geometry import Exchange
 from longstraw.attention.layout import BlockLayout
 from longstraw.prompt_state.kept import KeptResidency
-from longstraw.prompt_state.ledger import Ledger
+from longstraw.prompt_state.ledger import Ledger, LedgerEntry
 from longstraw.prompt_state.pages import ArenaView
 from longstraw.prompt_state.residency import Residency, Staging
 from longstraw.segments import SegmentState
@@ -65,6 +65,12 @@ class LayerAdapter(Protocol):
 
     def open(self, segment: SegmentState, policy: StatePolicy) -> object:
         """The layer's empty state for a segment (format, owner and residency of what will be stored)."""
+
+    def foresee(self, segment: SegmentState, policy: StatePolicy, dtype: torch.dtype, *, stops: bool) -> list[LedgerEntry]:
+        """What the layer's state of an opened segment will hold at its fullest, from shapes alone: nothing is allocated.
+
+        dtype: of the activations. stops: this is the last layer of a segment that only leaves its state.
+        """
 
     def restore(self, segment: SegmentState, block: int, policy: StatePolicy, *, replay: bool, stop_here: bool) -> LayerRun:
         """What the module reads to run a block from its boundary; with `replay`, leaves that take gradients."""

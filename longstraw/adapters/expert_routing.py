@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from longstraw.adapters.base import LayerRun, Root, StatePolicy
 from longstraw.attention.layout import BlockLayout
 from longstraw.patches.device import current_device
+from longstraw.prompt_state.ledger import LedgerEntry, foreseen
 from longstraw.prompt_state.routing import RoutingRecord
 from longstraw.segments import SegmentState
 
@@ -43,16 +44,16 @@ class RoutingRun(LayerRun):
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
         """Megatron's question: scores [rows, E] -> (scores of the chosen [rows, K], the chosen [rows, K]).
 
-        The scores of recorded experts are taken live, with gradient.
+        The scores of recorded experts are taken live, with gradient. The chosen come in the order of their numbers (top-k
+        sorts only where there is a gradient), so that sums over them are the same to the bit in every pass.
         """
         if self.recorded is None:
-            values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
+            chosen = default_compute_topk(scores, topk, num_groups, group_topk)[1].sort(1).values
         else:
             padding = torch.arange(topk, device=scores.device).expand(scores.shape[0] - self.tokens, topk)
             chosen = torch.cat([self.recorded, padding])
-            values = scores.gather(1, chosen)
         self.used = chosen[: self.tokens]
-        return values, chosen
+        return scores.gather(1, chosen), chosen
 
 
 class ReplayRouter(TopKRouter):
@@ -149,6 +150,12 @@ class ExpertRoutingAdapter:
         )
         policy.ledger.watch(record)
         return record
+
+    def foresee(self, segment, policy, dtype, *, stops) -> list[LedgerEntry]:
+        """The experts of each token."""
+        tokens, width = segment.rows_before(len(segment.plan)), 1 if self.module.num_experts <= 256 else 2
+        found = [] if stops else [("routing", tokens * self.module.topk * width, policy.page_residency)]
+        return foreseen(segment, self.layer_number, tokens, found)
 
     def restore(self, segment, block, policy, *, replay, stop_here) -> RoutingRun:
         """The block's recorded experts in a replay."""

@@ -14,6 +14,7 @@ from longstraw.attention.layout import BlockLayout
 from longstraw.attention.geometry import AttentionGeometry, Exchange
 from longstraw.attention.paged import attend, paged_attention
 from longstraw.prompt_state.kept import KeptOutputs
+from longstraw.prompt_state.ledger import LedgerEntry, foreseen
 from longstraw.prompt_state.pages import PageArena, PageView
 from longstraw.segments import SegmentState
 
@@ -103,6 +104,20 @@ class FullAttentionAdapter:
         policy.ledger.watch(pages)
         policy.ledger.watch(kept)
         return AttentionState(pages, kept)
+
+    def foresee(self, segment, policy, dtype, *, stops) -> list[LedgerEntry]:
+        """Keys and values, their adjoints unless the segment is a constant, and the outputs that are kept."""
+        config, tokens, rows = self.module.config, segment.rows_before(len(segment.plan)), segment.padded_rows
+        tp, wide = config.tensor_model_parallel_size, torch.promote_types(dtype, torch.float32)
+        numbers = 2 * tokens * config.num_query_groups // tp * config.kv_channels
+        heads = config.num_attention_heads // tp
+        found = [("kv_pages", numbers * dtype.itemsize, policy.page_residency)]
+        if not segment.constant:
+            found.append(("kv_adjoint", numbers * wide.itemsize, policy.adjoint_residency))
+        if policy.attention_output_residency != "none" and not stops:
+            kept = rows * heads * (config.kv_channels * dtype.itemsize + wide.itemsize)
+            found.append(("attention_output", kept, policy.attention_output_residency))
+        return foreseen(segment, self.layer_number, tokens, found)
 
     def history(self, segment: SegmentState, block: int) -> tuple[PageView, ...]:
         """The pages that a block attends to: all of the ancestors', and its own segment's before it."""

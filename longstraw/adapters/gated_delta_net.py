@@ -22,6 +22,7 @@ from megatron.core.ssm.gated_delta_net.common import (
 from longstraw.adapters.base import EndOfCapture, LayerRun, Root, StatePolicy
 from longstraw.attention.delta_rule import chunked_delta_rule, naive_delta_rule
 from longstraw.attention.layout import BlockLayout, pad_rows
+from longstraw.prompt_state.ledger import LedgerEntry, foreseen
 from longstraw.prompt_state.recurrent import GatedDeltaState, RecurrentStates
 from longstraw.segments import SegmentState
 
@@ -136,6 +137,17 @@ class GatedDeltaNetAdapter:
         policy.ledger.watch(states)
         return states
 
+    def foresee(self, segment, policy, dtype, *, stops) -> list[LedgerEntry]:
+        """A recurrent and a conv state after each block, and the adjoint of one, unless the segment is a constant."""
+        state = self.module.zero_state(1, torch.empty(0, dtype=dtype, device="meta"))
+        recurrent, conv, blocks = state.recurrent.nbytes, state.conv.nbytes, len(segment.plan)
+        found = [("recurrent_state", blocks * recurrent, "device"), ("conv_state", blocks * conv, "device")]
+        if not segment.constant:
+            wide = torch.promote_types(dtype, torch.float32)
+            numbers = state.recurrent.numel() + state.conv.numel()
+            found.append(("gdn_adjoint", numbers * wide.itemsize, "device"))
+        return foreseen(segment, self.layer_number, 0, found)
+
     def _start_of(self, segment: SegmentState, block: int) -> GatedDeltaState | None:
         """The state at a block's start, for the segment's batch; None at the beginning of everything."""
         if block:
@@ -178,7 +190,8 @@ class GatedDeltaNetAdapter:
         states.adjoint = None
         if run.start is None:
             return
-        adjoint = run.start.map(lambda leaf: leaf.grad)
+        # Both gradients are views of the whole block's buffers, which would live on with them.
+        adjoint = run.start.map(lambda leaf: leaf.grad.clone())
         if block:
             states.adjoint = adjoint
             return

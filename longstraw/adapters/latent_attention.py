@@ -27,6 +27,7 @@ from longstraw.attention.selection import Selection, SelectionGeometry, select
 from longstraw.attention.sparse import LatentGeometry
 from longstraw.patches.device import current_device
 from longstraw.prompt_state.kept import KeptOutputs
+from longstraw.prompt_state.ledger import LedgerEntry, foreseen
 from longstraw.prompt_state.latents import IndexView, KeptSelections, LatentView
 from longstraw.prompt_state.pages import ArenaView, PageArena
 from longstraw.segments import SegmentState
@@ -228,6 +229,27 @@ class LatentAttentionAdapter:
             if owner is not None:
                 policy.ledger.watch(owner)
         return state
+
+    def foresee(self, segment, policy, dtype, *, stops) -> list[LedgerEntry]:
+        """Latents, their adjoints unless the segment is a constant, kept outputs, index keys and kept selections.
+
+        A rank's part of a selection depends on the scores; this takes an equal share of every rank.
+        """
+        config, tokens, rows = self.module.config, segment.rows_before(len(segment.plan)), segment.padded_rows
+        wide, width = torch.promote_types(dtype, torch.float32), config.kv_lora_rank + config.qk_pos_emb_head_dim
+        found = [("latent_pages", tokens * width * dtype.itemsize, policy.page_residency)]
+        if not segment.constant:
+            found.append(("latent_adjoint", tokens * width * wide.itemsize, policy.adjoint_residency))
+        if policy.attention_output_residency != "none" and not stops:
+            kept = rows * config.num_attention_heads * (config.kv_lora_rank * dtype.itemsize + wide.itemsize)
+            found.append(("attention_output", kept, policy.attention_output_residency))
+        if self.computes:
+            index = tokens * config.dsa_indexer_head_dim * dtype.itemsize
+            found.append(("index_pages", index, policy.index_page_residency))
+        if self.computes and policy.selection_residency != "none" and not stops:
+            scored = sum(b.rows for b in segment.plan if b.start + b.length > self.module.index_topk)
+            found.append(("selection", 4 * scored * self.module.index_topk, policy.selection_residency))
+        return foreseen(segment, self.layer_number, tokens, found)
 
     def restore(self, segment, block, policy, *, replay, stop_here) -> LatentRun:
         """The pages before the block and, in a replay, its kept output and selection."""

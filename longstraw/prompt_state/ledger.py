@@ -31,6 +31,14 @@ class LedgerEntry:
     residency: str
 
 
+def foreseen(segment, layer_number: int, rows: int, found: Iterable[tuple[str, int, str]]) -> list[LedgerEntry]:
+    """Entries of what a layer's state of a segment will hold; found: (kind, bytes, residency) of each."""
+    owner = segment.plan[0].rank if segment.plan else 0
+    return [
+        LedgerEntry(kind, segment.name, layer_number, owner, rows, size, residency) for kind, size, residency in found
+    ]
+
+
 class StateOwner(Protocol):
     """Anything that holds state: it lists what it holds."""
 

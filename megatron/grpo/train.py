@@ -18,12 +18,14 @@ from megatron.training import get_wandb_writer
 from longstraw.memory_meter import read_peak_bytes
 from longstraw.objectives.advantages import UniformGroupsError
 from longstraw.patches.device import current_device
+from longstraw.prompt_state.capacity import explain_shortage
 from longstraw.receipts.collect import checksum_tensors, collect_versions, join_checksums, now_utc, summarize_state
+from longstraw.receipts.host import read_free_host_bytes
 from longstraw.receipts.receipt import Model, RankMemory, Receipt, Results, Tokens, Topology
 from longstraw.receipts.metrics import read_metrics
 from longstraw.receipts.recorder import RunRecorder
 from longstraw.sweeps import ReplayEngine
-from longstraw.transaction.commit import StepRejected
+from longstraw.transaction.commit import StepRejected, agree_on_failure
 from longstraw.transaction.reference import ReferencePolicy
 from longstraw.transaction.step import Step
 from megatron.grpo.arguments import parse_command_line
@@ -56,6 +58,20 @@ def load_data(config, tokenizer, max_positions: int):
             )
         loaded.append(prompts)
     return loaded
+
+
+def check_host_memory(engine: ReplayEngine, longest_prompt: int) -> None:
+    """Refuse, on every rank alike, prompts whose state does not fit into a host's memory. Collective.
+
+    Raises ValueError with the bytes needed and the flags that reduce them.
+    """
+    message = explain_shortage(
+        engine.foresee_state(longest_prompt), tokens=longest_prompt, free=read_free_host_bytes(),
+        ranks=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    )
+    message = agree_on_failure(message, dist.group.WORLD)
+    if message:
+        raise ValueError(message)
 
 
 def build_reference(args, config, model, groups, resumed) -> ReferencePolicy | None:
@@ -175,6 +191,7 @@ def run(args, config) -> None:
     engine = ReplayEngine(
         model, config.sweeps, vocab_size=args.vocab_size, temperature=config.sampling.sampling_temperature
     )
+    check_host_memory(engine, max(p.report.longest_kept for p in (train_prompts, eval_prompts) if len(p)))
     step = Step(
         engine, config.objective, dp=groups.dp, responses_together=config.run.responses_per_replay,
         reference=build_reference(args, config, model, groups, resumed),
