@@ -8,10 +8,14 @@ Families: Llama, Qwen3, Qwen3.5 and 3.6 (the text model), GLM-5.x, DeepSeek-V3.2
 and written tensor by tensor. Every tensor is accounted for: an unmapped, missing or wrongly shaped one is an error that
 names it, and what is left out on purpose is listed. `--check` does everything but write. Values keep their bits unless
 --dtype says otherwise.
+
+An import starts its own ranks on this machine. A model that exceeds one machine's memory is imported under torchrun, on
+as many machines as hold it, which share the folders: torchrun ... tools/convert_checkpoint.py --hf-to-megatron ...
 """
 
 import argparse
 import json
+import os
 import sys
 import warnings
 from dataclasses import asdict
@@ -194,17 +198,21 @@ def convert(args) -> int:
         print_report(args, export_megatron(args))
         return 0
     report = check_hf(args)
+    started_by_torchrun, first = "RANK" in os.environ, int(os.environ.get("RANK", 0)) == 0
     if not args.check:
         from megatron.grpo.conversion.hf_writer import make_empty_folder, write_json
 
-        make_empty_folder(args.save)
+        if first:
+            make_empty_folder(args.save)
         ranks = args.tensor_model_parallel_size * args.expert_model_parallel_size
-        if ranks == 1:
+        if ranks == 1 or started_by_torchrun:
             write_megatron(args)
         elif code := run_ranks(str(Path(__file__).resolve()), sys.argv[1:], ranks):
             return code
-        write_json(Path(args.save) / "conversion_report.json", report)
-    print_report(args, report)
+        if first:
+            write_json(Path(args.save) / "conversion_report.json", report)
+    if first:
+        print_report(args, report)
     return 0
 
 

@@ -4,6 +4,7 @@ exports every family.
 This file is also the ranks' script.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -53,16 +54,17 @@ def convert_on_ranks(folder: Path) -> dict:
 
 
 def share_experts_on_ranks(folder: Path, tokens: torch.Tensor) -> dict:
-    """The same at expert parallel 2, the HF folder in bfloat16 imported as the tool's ranks import it."""
+    """The same at expert parallel 2, the HF folder in bfloat16 imported by the tool as under torchrun."""
     from megatron.grpo.conversion.build import start_groups
     from megatron.grpo.conversion.checkpoint_folder import read_preset
     from megatron.grpo.conversion.megatron_checkpoint import load_model_weights
     from megatron.grpo.conversion.weights import export_weights
-    from tools.convert_checkpoint import parse_arguments, write_megatron
+    from tools.convert_checkpoint import convert, parse_arguments
 
     source, groups = folder / SPARSE_EXPERTS, start_groups(expert_parallel=2)
     arguments = ["--hf-to-megatron", "--load", f"{source}-bf16", "--save", f"{source}-bf16-ep2"]
-    write_megatron(parse_arguments([*arguments, "--expert-model-parallel-size", "2"]))
+    del os.environ["LONGSTRAW_TOOL_RANK"]  # which `run_ranks` sets and torchrun does not
+    assert convert(parse_arguments([*arguments, "--expert-model-parallel-size", "2"])) == 0
     preset = read_preset(f"{source}-tp1")
     stateful, conventional = build_pair(preset, groups)
     load_model_weights(f"{source}-tp1", stateful)  # written by one process

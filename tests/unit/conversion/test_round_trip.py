@@ -112,6 +112,18 @@ def test_casting_is_asked_for(groups, tmp_path):
         assert same_bits(narrow[name], tensor.bfloat16())
 
 
+def test_biases_of_experts_are_float32_whatever_the_dtype(groups, tmp_path):
+    model = build_hf_model("deepseek_v32").bfloat16()
+    model.save_pretrained(tmp_path)
+    with HFReader(tmp_path) as reader:
+        preset = preset_from_hf_config(reader.config)
+        converted = build_blank_model(preset, groups, dtype=torch.bfloat16)
+        import_weights(converted, reader, preset, dtype=torch.bfloat16)
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    found = dict(hf_tensors(converted, preset))
+    assert len(biases) == 1 and all(same_bits(found[name], bias.float()) for name, bias in biases.items())
+
+
 def test_check_writes_nothing(groups, tmp_path, capsys):
     save_mixed("llama", tmp_path / "hf")
     run_tool("--hf-to-megatron", "--load", tmp_path / "hf", "--check", "--json", "-")
