@@ -108,7 +108,7 @@ def build_update(args, run: str):
         model = build_conventional_model(preset, config, groups, flash=True).to(current_device(), dtype)
         return ConventionalUpdate(model, preset.vocab_size), model
     model = build_model(preset, config, groups).to(current_device(), dtype)
-    synchronize_parameters(model, groups.cp)
+    synchronize_parameters(model, groups.cp, groups.expt_dp)
     sweep = SweepConfig(
         semantics=run, prompt_chunk_size=args.chunk_size, response_block_size=args.block_size,
         page_residency=args.page_residency, adjoint_residency=args.adjoint_residency,

@@ -101,7 +101,17 @@ def build_conventional_model(preset, config, groups, *, flash: bool, padded_voca
     )
 
 
-def synchronize_parameters(model: torch.nn.Module, group: torch.distributed.ProcessGroup) -> None:
-    """Broadcast every parameter from the group's first rank (context-parallel ranks hold the same weights)."""
-    for parameter in model.parameters():
-        torch.distributed.broadcast(parameter.data, group_src=0, group=group)
+def synchronize_parameters(
+    model: torch.nn.Module, group: torch.distributed.ProcessGroup,
+    expert_group: torch.distributed.ProcessGroup | None = None,
+) -> None:
+    """Broadcast every parameter from its group's first rank (context-parallel ranks hold the same weights).
+
+    expert_group: the ranks that hold the same experts, where expert parallelism gives others to the rest of `group`.
+    Raises ValueError where it is needed and missing: every rank would get the first one's experts.
+    """
+    for name, parameter in model.named_parameters():
+        own_experts = not getattr(parameter, "allreduce", True)
+        if own_experts and expert_group is None:
+            raise ValueError(f"{name} differs between expert-parallel ranks: synchronize it over an expert group")
+        torch.distributed.broadcast(parameter.data, group_src=0, group=expert_group if own_experts else group)

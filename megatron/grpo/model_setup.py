@@ -38,7 +38,7 @@ def build_training_model(args: Namespace, groups: ProcessGroupCollection) -> tor
     ).to(current_device())
     if args.bf16:
         model = model.bfloat16()
-    synchronize_parameters(model, groups.dp_cp)
+    synchronize_parameters(model, groups.dp_cp, groups.expt_dp)
     return model
 
 
