@@ -6,8 +6,6 @@ it) for the many sizes, the preset with experts for the whole.
 
 import itertools
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -24,25 +22,12 @@ from longstraw.sweeps import ReplayEngine, SweepConfig
 from megatron.grpo.model_provider import build_conventional_model, build_model
 from megatron.grpo.presets import get_preset
 from tests.support.dense import compare_gradients, constant_prompt, dense_gradients, take_gradients
+from tests.support.latent_models import small_latent, small_preset
 from tests.support.models import (
     build_pair, dense_of, draw_document, draw_group, get_pair, lift_float64, one_rank, replay_gradients, replay_in_one_go,
 )
 
 PLACES = ("device", "host")
-
-
-def small_preset(**change):
-    return replace(get_preset("tiny-glm5.2"), **dict(
-        name="small-latent", num_layers=4, hidden_size=32, ffn_hidden_size=48, num_attention_heads=2, num_query_groups=2,
-        vocab_size=32, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8, kv_channels=12,
-        dsa_indexer_n_heads=2, dsa_indexer_head_dim=8, dsa_indexer_topk=5, dsa_indexer_topk_freq=2,
-        dsa_indexer_skip_topk_offset=1, num_experts=None,  # layers 1 and 3 select
-    ) | change)
-
-
-@cache
-def small_latent(**change):
-    return build_pair(small_preset(**change), torch.float64, one_rank())
 
 
 def check(pair, group, *, together=1, bar=1e-12, **config):
