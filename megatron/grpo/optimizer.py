@@ -19,27 +19,39 @@ from dataclasses import fields
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from longstraw.patches.device import cuda_means_cpu
+from megatron.grpo.sharding import whole_name
 
 
 def build_optimizer(args: Namespace, ddp, groups: ProcessGroupCollection) -> MegatronOptimizer:
     """Adam over the parameters of a DDP-wrapped model, as Megatron's flags say.
 
     Weights of one dimension are not decayed (Megatron's rule). Adam's moments exist from the start, as zeros, so that a
-    checkpoint has the same content before the first step as after it.
+    checkpoint has the same content before the first step as after it. Under expert parallelism it is a chain of two:
+    dense parameters, and experts, whose copies lie on other ranks.
     """
     values = {field.name: getattr(args, field.name) for field in fields(OptimizerConfig) if hasattr(args, field.name)}
     with cuda_means_cpu():
-        # Megatron chains one optimizer for dense parameters and one for experts, of which there are none.
-        (optimizer,) = get_megatron_optimizer(
+        chain = get_megatron_optimizer(
             OptimizerConfig(**values), [ddp], use_gloo_process_groups=False, pg_collection=groups
-        ).chained_optimizers
-    open_moments(optimizer)
-    return optimizer
+        )
+    open_moments(chain)
+    return chain if len(chain.chained_optimizers) > 1 else chain.chained_optimizers[0]
+
+
+def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers of a chain, or the one optimizer."""
+    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def optimizer_state(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, dict]:
+    """Adam's state of every parameter of this rank, by the weight that Adam updates."""
+    return {weight: held for part in parts_of(optimizer) for weight, held in part.optimizer.state.items()}
 
 
 def open_moments(optimizer: MegatronOptimizer) -> None:
@@ -48,21 +60,24 @@ def open_moments(optimizer: MegatronOptimizer) -> None:
     torch's Adam makes it in the first step; loading a checkpoint fills tensors that have to exist by then. Fused Adams
     keep their count in the parameter groups and make their own state.
     """
-    inner = optimizer.optimizer
-    if not _counts_per_parameter(inner):
-        return
-    for parameter in (p for group in inner.param_groups for p in group["params"]):
-        inner.state[parameter] |= {
-            "step": torch.tensor(0.0),
-            "exp_avg": torch.zeros_like(parameter.data),
-            "exp_avg_sq": torch.zeros_like(parameter.data),
-        }
+    for part in parts_of(optimizer):
+        if not _counts_per_parameter(part.optimizer):
+            continue
+        for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
+            part.optimizer.state[parameter] |= {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter.data),
+                "exp_avg_sq": torch.zeros_like(parameter.data),
+            }
 
 
 def fill_step_count(optimizer: MegatronOptimizer, loaded: dict) -> dict:
     """The optimizer's state from a checkpoint, with the step count of 0 that Megatron leaves out when it saves."""
-    if _counts_per_parameter(optimizer.optimizer):
-        loaded.get("optimizer", loaded)["state"].setdefault("common_step", torch.tensor(0.0))
+    parts = parts_of(optimizer)
+    for number, part in enumerate(parts):
+        held = loaded if len(parts) == 1 else loaded[number]
+        if _counts_per_parameter(part.optimizer):
+            held.get("optimizer", held)["state"].setdefault("common_step", torch.tensor(0.0))
     return loaded
 
 
@@ -109,9 +124,12 @@ def _all_finite(values: torch.Tensor) -> bool:
 
 
 def name_nonfinite_gradients(ddp, groups: ProcessGroupCollection) -> list[str]:
-    """Names of the parameters whose gradient holds a NaN or an infinity on any rank. Collective; sorted, no repeats."""
+    """Names of the parameters whose gradient holds a NaN or an infinity on any rank. Collective; sorted, no repeats.
+
+    An expert's name has its number of all experts.
+    """
     found = {
-        name
+        whole_name(name, ddp.config.num_moe_experts, groups.ep.rank(), groups.ep.size())
         for name, parameter in ddp.module.named_parameters()
         if parameter.requires_grad and not _all_finite(parameter.main_grad)
     }
@@ -120,6 +138,19 @@ def name_nonfinite_gradients(ddp, groups: ProcessGroupCollection) -> list[str]:
         dist.all_gather_object(gathered, found, group=group)
         found = set().union(*gathered)
     return sorted(found)
+
+
+def clip_gradients(optimizer: MegatronOptimizer) -> float:
+    """Scale prepared gradients down to the norm --clip-grad (0: not at all); returns the norm before. Collective.
+
+    The norm is over every parameter once: experts of other ranks count, copies of the same expert do not.
+    """
+    with cuda_means_cpu():
+        norm = float(optimizer.get_grad_norm())
+        if optimizer.config.clip_grad > 0.0 and math.isfinite(norm):
+            for part in parts_of(optimizer):
+                clip_grad_by_total_norm_fp32(part.get_parameters(), optimizer.config.clip_grad, norm)
+    return norm
 
 
 def step_optimizer(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> tuple[bool, float]:
@@ -131,7 +162,7 @@ def step_optimizer(optimizer: MegatronOptimizer, scheduler: OptimizerParamSchedu
     """
     with cuda_means_cpu():
         optimizer.prepare_grads()
-        norm = float(optimizer.clip_grad_norm(optimizer.config.clip_grad))
+        norm = clip_gradients(optimizer)
         if not math.isfinite(norm):
             return False, norm
         optimizer.step_with_ready_grads()

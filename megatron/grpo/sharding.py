@@ -70,13 +70,13 @@ def is_expert(name: str) -> bool:
     return _EXPERT.fullmatch(name) is not None
 
 
-def whole_name(name: str, preset: ModelPreset, rank: int, size: int) -> str:
+def whole_name(name: str, num_experts: int | None, rank: int, size: int) -> str:
     """The name that a parameter of an expert-parallel rank has in the model of one rank: its expert's number of all."""
     found = _EXPERT.fullmatch(name)
     if found is None or size == 1:
         return name
     before, number, after = found.groups()
-    return f"{before}{int(number) + rank * (preset.num_experts // size)}{after}"
+    return f"{before}{int(number) + rank * (num_experts // size)}{after}"
 
 
 def gather_experts(
@@ -93,5 +93,19 @@ def gather_experts(
             continue
         parts = [torch.empty_like(tensor) for _ in range(size)]
         dist.all_gather(parts, tensor.contiguous(), group=ep)
-        whole |= {whole_name(name, preset, rank, size): part for rank, part in enumerate(parts)}
+        whole |= {whole_name(name, preset.num_experts, rank, size): part for rank, part in enumerate(parts)}
     return whole
+
+
+def gather_gradients(model: torch.nn.Module, preset: ModelPreset, groups) -> dict[str, torch.Tensor]:
+    """Every parameter's whole gradient, by its name in the model of one rank; zeros where a parameter is frozen.
+
+    model: inside DDP, after `finalize_gradients`. groups: its ProcessGroupCollection. Collective over `tp` and `ep`.
+    """
+    whole = {}
+    for name, parameter in model.named_parameters():
+        own = parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
+        shards = [torch.empty_like(own) for _ in range(groups.tp.size())]
+        dist.all_gather(shards, own.contiguous(), group=groups.tp)
+        whole[name] = unshard_parameter(name, shards, preset)
+    return gather_experts(whole, preset, groups.ep)

@@ -133,6 +133,26 @@ def _experts() -> list[Case]:
         spread,
         replace(spread, name="dp2 x cp2 ep4, a replica without work", groups=((20, (5, 1)),)),
         Case(name="dp4 ep2", ep=2, **four, **unequal),
+        *_sparse(),
+    ]
+
+
+def _sparse() -> list[Case]:
+    """Latent attention over selected positions and experts, together."""
+    cp2 = Case(name="glm, cp2 ep2", preset="tiny-glm5.2", ranks=2, cp=2, ep=2)
+    cp4 = Case(name="glm, cp4 ep4", preset="tiny-glm5.2", ranks=4, cp=4, ep=4)
+    spread = Case(name="glm, dp2 x cp2 ep4", preset="tiny-glm5.2", ranks=4, cp=2, ep=4, groups=((20, (5, 1)), (33, (2, 6))))
+    return [
+        cp2,
+        replace(cp2, name="glm, cp2 ep2, odd prompt and 1-token responses", **ODD),
+        replace(cp2, name="glm, cp2 ep2, host pages, kept outputs, batch", groups=((20, (6, 6, 6, 6)),), together=2, block=4,
+                pages="host", kept="host"),
+        replace(cp2, name="deepseek, cp2 ep2", preset="tiny-deepseek-v3.2"),
+        replace(cp2, name="glm, cp2 ep1", ep=1),
+        cp4,
+        replace(cp4, name="glm, cp4 ep4, chunks of 2: ranks own nothing", groups=((9, (3, 1)),), chunk=2, block=1),
+        replace(cp4, name="glm, cp4 ep2", ep=2),
+        spread,
     ]
 
 

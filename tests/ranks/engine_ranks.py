@@ -19,7 +19,7 @@ from longstraw.patches.finalize_model_grads import finalize_gradients
 from longstraw.patches.float64 import lift_float64
 from longstraw.patches.process_groups import initialize_groups
 from megatron.grpo.presets import get_preset
-from megatron.grpo.sharding import gather_experts, unshard_parameter
+from megatron.grpo.sharding import gather_gradients
 from tests.ranks.engine_cases import CASE_SETS, Case
 from tests.support import models
 from tests.support.dense import compare_gradients, constant_prompt, dense_gradients
@@ -84,12 +84,7 @@ def engine_result(case: Case, pair, ddp, groups, token_groups):
         engine.finish_phase()
     finalize_gradients(ddp, engine.adapters, groups)
     dist.all_reduce(loss, group=groups.dp_cp)
-    whole = {}
-    for name, parameter in pair.model.named_parameters():
-        shards = [torch.empty_like(parameter.main_grad) for _ in range(groups.tp.size())]
-        dist.all_gather(shards, parameter.main_grad.contiguous(), group=groups.tp)
-        whole[name] = unshard_parameter(name, shards, pair.preset)
-    return loss.item(), gather_experts(whole, pair.preset, groups.ep), seen
+    return loss.item(), gather_gradients(pair.model, pair.preset, groups), seen
 
 
 def watch_loss(segment, seen: dict):

@@ -96,7 +96,7 @@ def copy_weights(pair: ModelPair, groups: ProcessGroupCollection) -> None:
     for parameter in whole.values():
         parameter.copy_(parameter.to(next(pair.model.parameters()).dtype))
     for name, parameter in pair.model.named_parameters():
-        source = whole[whole_name(name, pair.preset, groups.ep.rank(), groups.ep.size())]
+        source = whole[whole_name(name, pair.preset.num_experts, groups.ep.rank(), groups.ep.size())]
         parameter.copy_(shard_parameter(name, source, pair.preset, groups.tp.rank(), groups.tp.size()))
     biases = dict(pair.plain.named_buffers())
     for name, buffer in pair.model.named_buffers():
