@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from longstraw.attention.exchange import gather_rows, scatter_rows
 from longstraw.attention.layout import BlockLayout
+from longstraw.attention.wide_heads import matmul_wide
 
 NOTHING = torch.iinfo(torch.int64).min
 """The packed key of no key at all; smaller than any other."""
@@ -99,13 +100,12 @@ def unpack_positions(keys: torch.Tensor) -> torch.Tensor:
 
 def index_scores(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, relu: bool) -> torch.Tensor:
     """q [S, H, D], weights [S, H], k [N, D] -> [S, N], float32 or wider."""
-    wide = torch.promote_types(q.dtype, torch.float32)
     queries, keys = len(q), len(k)
-    q, k = (F.pad(t.to(wide).flatten(1), (0, 0, 0, -len(t) % unit)) for t, unit in ((q, 8), (k, _TILE)))
-    products = (q.view(-1, k.shape[1]) @ k.t()).view(len(q), -1, len(k))[:queries]
+    q, k = (F.pad(t.flatten(1), (0, 0, 0, -len(t) % unit)) for t, unit in ((q, 8), (k, _TILE)))
+    products = matmul_wide(q.view(1, -1, k.shape[1]), k.t()[None]).view(len(q), -1, len(k))[:queries]
     if relu:
         products.relu_()
-    return products.mul_(weights.to(wide)[..., None]).sum(1)[:, :keys]
+    return products.mul_(weights.to(products.dtype)[..., None]).sum(1)[:, :keys]
 
 
 def query_positions(layout: BlockLayout, a: int, b: int, device: torch.device) -> torch.Tensor:
