@@ -30,7 +30,9 @@ class Case:
     block: int = 8
     rows_at_once: int = 4096
     pages: str = "device"
+    index_pages: str = "device"
     kept: str = "none"
+    selections: str = "none"
     exchange: str = "auto"
     semantics: str = "exact"
     together: int = 1
@@ -156,7 +158,30 @@ def _sparse() -> list[Case]:
     ]
 
 
+def _latent() -> list[Case]:
+    """Latent attention over selected positions, without experts: prompts around and beyond the 5 selected keys."""
+    cases = []
+    for ranks in (2, 4):
+        cp = Case(name=f"latent, cp{ranks}", preset="small-latent", ranks=ranks, cp=ranks)
+        host = dict(pages="host", index_pages="host", kept="host", selections="host")
+        cases += [
+            cp,
+            replace(cp, name=f"{cp.name}, odd prompt and 1-token responses", **ODD),
+            replace(cp, name=f"{cp.name}, prompt of 1 token, blocks of 1", groups=((1, (7, 1)),), block=1),
+            replace(cp, name=f"{cp.name}, chunks of 2: ranks own nothing", groups=((9, (3, 1)),), chunk=2, block=1),
+            replace(cp, name=f"{cp.name}, all state on the host, sub-blocks", rows_at_once=3, **host),
+            replace(cp, name=f"{cp.name}, batch, kept selections", groups=((20, (6, 6, 6, 6)),), together=2, block=4,
+                    selections="device"),
+            replace(cp, name=f"{cp.name}, scored and replayed in one go", in_one_go=True, selections="host"),
+            replace(cp, name=f"{cp.name}, documents", documents=(37, 51, 40), block=16),
+            replace(cp, name=f"{cp.name}, response only", semantics="response_only"),
+        ]
+    both = Case(name="latent, dp2 x cp2", preset="small-latent", ranks=4, cp=2, groups=((20, (5, 1)), (33, (2, 6))))
+    return [*cases, both, replace(both, name="latent, dp4", cp=1)]
+
+
 CASES = {case.name: case for case in (*_two(), *_four())}
 
 EXPERT_CASES = {case.name: case for case in _experts()}
-CASE_SETS = {"engine": CASES, "experts": EXPERT_CASES}
+LATENT_CASES = {case.name: case for case in _latent()}
+CASE_SETS = {"engine": CASES, "experts": EXPERT_CASES, "latent": LATENT_CASES}

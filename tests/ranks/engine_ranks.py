@@ -23,11 +23,12 @@ from megatron.grpo.sharding import gather_gradients
 from tests.ranks.engine_cases import CASE_SETS, Case
 from tests.support import models
 from tests.support.dense import compare_gradients, constant_prompt, dense_gradients
+from tests.support.latent_models import small_preset
 from tests.support.ranks import fork_ranks
 
 
 def preset_of(case: Case):
-    preset = get_preset(case.preset)
+    preset = small_preset() if case.preset == "small-latent" else get_preset(case.preset)
     return preset if case.vocab_size is None else replace(preset, vocab_size=case.vocab_size)
 
 
@@ -66,7 +67,7 @@ def open_engine(case: Case, pair):
     return pair.engine(
         semantics=case.semantics, prompt_chunk_size=case.chunk, response_block_size=case.block, page_residency=case.pages,
         attention_output_residency=case.kept, query_rows_at_once=case.rows_at_once,
-        attention_exchange=case.exchange,
+        attention_exchange=case.exchange, index_page_residency=case.index_pages, selection_residency=case.selections,
     )
 
 
