@@ -4,6 +4,7 @@ One process; float64 to 1e-12 over all parameters together. A dense model of fou
 it) for the many sizes, the preset with experts for the whole.
 """
 
+import gc
 import itertools
 from contextlib import nullcontext
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from longstraw.adapters import latent_attention
 from longstraw.adapters.base import LayerRun, bind
-from longstraw.adapters.latent_attention import LatentAttentionAdapter
+from longstraw.adapters.latent_attention import LatentAttentionAdapter, SharedSelection
 from longstraw.attention.layout import BlockLayout
 from longstraw.attention.selection import Selection
 from longstraw.prompt_state.latents import LatentView
@@ -212,6 +213,29 @@ def test_nothing_is_left_on_the_config_or_the_modules():
     assert not [name for name in vars(pair.model.config) if name.startswith("_dsa")]
     assert all(adapter.module.run is None for adapter in engine.adapters)
     assert [a.module.indexer.rotary_pos_emb for a in engine.adapters if a.computes] == rotaries
+
+
+@pytest.mark.parametrize("kept", ["none", "host"])
+def test_no_graph_and_no_run_survives_a_sweep(kept):
+    """By reference counting alone: a cycle through an autograd node would leak every block."""
+    pair = small_latent()
+    engine = pair.engine(response_block_size=4, attention_output_residency=kept, selection_residency=kept)
+    group = draw_group(20, (6, 1), pair.vocab_size)
+
+    def live():
+        found = gc.get_objects()
+        return len([o for o in found if issubclass(type(o), (LayerRun, SharedSelection, Selection))]), len(
+            [o for o in found if issubclass(type(o), torch.Tensor) and o.grad_fn is not None]
+        )
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = live()
+        replay_gradients(engine, group.tree())
+        assert live() == before and before[0] == 0
+    finally:
+        gc.enable()
 
 
 def test_rotary_rows_are_the_blocks_own():
