@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests. Makes the environment first; needs nothing else.
 #
-#   ./tests/run.sh                         everything: single-process tests two at a time, then those that start ranks
+#   ./tests/run.sh                         everything: single-process tests, then those that start ranks, two at a time
 #   ./tests/run.sh tests/unit/optim        some of it; every argument is pytest's
 #   ./tests/run.sh -k launch -x
 #
@@ -32,7 +32,8 @@ run_part() {
 }
 
 run_part "not ranks" -n "$workers" --dist loadfile "$@"
-[ "$status" -eq 2 ] || run_part "ranks" -n 0 "$@"
+# Two launches at a time: while one imports on one core, the other has its ranks compute.
+[ "$status" -eq 2 ] || run_part "ranks" -n $((workers < 2 ? workers : 2)) --dist loadfile "$@"
 
 "$python" -I - "$LONGSTRAW_TEST_COUNTS" "$SECONDS" <<'PY' || status=$((status ? status : 5))
 import json, sys
