@@ -52,7 +52,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="where the forward sweep's attention outputs are kept; none recomputes them")  # fmt: skip
     add("--page-residency", choices=("device", "host"), default="device", help="as in training")
     add("--adjoint-residency", choices=("device", "host"), default="device", help="as in training")
+    add("--index-page-residency", choices=("device", "host"), default="device", help="as in training")
+    add("--selection-residency", choices=("none", "host", "device"), default="host",
+        help="where the forward sweep's selections of sparse attention are kept; none selects again")  # fmt: skip
     add("--context-parallel-size", type=int, default=1, help="ranks of the two LongStraw runs")
+    add("--expert-model-parallel-size", type=int, default=1, help="of these ranks, those that share the experts")
     add("--delta-rule", choices=("torch", "fused"), default="torch",
         help="kernel of gated delta net layers, in all runs: ours in torch, or flash-linear-attention's (on a GPU)")  # fmt: skip
     add("--dtype", choices=DTYPES, default="float32", help="of weights and activations")
@@ -68,7 +72,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if unknown:
         parser.error(f"--runs {','.join(unknown)} is not known; known are {','.join(RUNS)}")
     for name in ("prompt_length", "response_length", "group_size", "responses_per_replay", "context_parallel_size",
-                 "chunk_size", "block_size", "repeat", "threads"):  # fmt: skip
+                 "expert_model_parallel_size", "chunk_size", "block_size", "repeat", "threads"):  # fmt: skip
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is at least 1, not {getattr(args, name)}")
     try:
@@ -94,10 +98,11 @@ def build_update(args, run: str):
     from megatron.grpo.model_provider import build_conventional_model, build_model, synchronize_parameters
 
     conventional = run in ("conventional", "checkpointed")
-    groups = initialize_groups(context_parallel=1 if conventional else args.context_parallel_size)
+    cp, ep = (1, 1) if conventional else (args.context_parallel_size, args.expert_model_parallel_size)
+    groups = initialize_groups(context_parallel=cp, expert_parallel=ep)
     seed_model_parallel(args.seed)
     preset = get_preset(args.model_preset)
-    settings = dict(use_cpu_initialization=True, context_parallel_size=groups.cp.size())
+    settings = dict(use_cpu_initialization=True, context_parallel_size=cp, expert_model_parallel_size=ep)
     if args.delta_rule == "fused":
         settings["deterministic_mode"] = False
     if run == "checkpointed":
@@ -113,6 +118,7 @@ def build_update(args, run: str):
         semantics=run, prompt_chunk_size=args.chunk_size, response_block_size=args.block_size,
         page_residency=args.page_residency, adjoint_residency=args.adjoint_residency,
         attention_output_residency=args.attention_output_residency,
+        index_page_residency=args.index_page_residency, selection_residency=args.selection_residency,
     )
     engine = ReplayEngine(model, sweep, vocab_size=preset.vocab_size)
     return LongStrawUpdate(engine, args.responses_per_replay), model

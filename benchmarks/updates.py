@@ -159,9 +159,9 @@ class LongStrawUpdate:
         for layer in state.layers.values():
             if isinstance(layer, RecurrentStates):
                 layer.add_adjoint(layer.at(len(state.plan)).map(torch.ones_like))
-            else:
-                for adjoint in layer.pages.adjoints:
-                    adjoint.fill_(1e-3)
+            pages = getattr(layer, "pages", None) or getattr(layer, "latents", None)
+            for adjoint in pages.adjoints if pages else ():
+                adjoint.fill_(1e-3)
         engine.reverse_sweep(prompt, state)
         _sum_gradients(engine)
 
@@ -171,10 +171,17 @@ class LongStrawUpdate:
 
 
 def _sum_gradients(engine) -> None:
-    """What DDP and Megatron's finalization do in training, for context parallelism alone."""
-    if engine.cp.size() > 1:
-        gradients = [parameter.grad for parameter in engine.model.parameters()]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=engine.cp)
-        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients])):
-            gradient.copy_(summed.view_as(gradient))
+    """What DDP and Megatron's finalization do in training, for context and expert parallelism: a sum of each gradient over
+    the ranks that hold the parameter; an expert that got no token has a gradient of zeros."""
+    groups = engine.model.pg_collection
+    by_group: dict = {groups.cp: [], groups.expt_dp: []}
+    for parameter in engine.model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            by_group[groups.cp if getattr(parameter, "allreduce", True) else groups.expt_dp].append(parameter.grad)
+    for group, gradients in by_group.items():
+        if group.size() > 1 and gradients:
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, group=group)
+            for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients])):
+                gradient.copy_(summed.view_as(gradient))
