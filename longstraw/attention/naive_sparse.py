@@ -39,6 +39,20 @@ def naive_sparse_attention(
     return scores.softmax(-1) @ latents[:, None, :, :value_dim], scores.logsumexp(-1)
 
 
+def naive_indexer_loss(
+    scores: torch.Tensor, q: torch.Tensor, latents: torch.Tensor, mask: torch.Tensor, row_weights: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Index scores [B, S, N], main queries q [B, H, S, D] over latents [B, N, D], mask [B, S, N], row weights [B, S].
+
+    Sum over the rows of weight x KL(p || softmax of the selected scores), where p is the mean over heads of the main
+    attention's probabilities; differentiable in the scores alone.
+    """
+    main = torch.einsum("bhsd,bnd->bhsn", q.detach(), latents.detach()) * scale
+    p = main.masked_fill(~mask[:, None], -torch.inf).softmax(-1).mean(1)
+    log_q = scores.masked_fill(~mask, -torch.inf).log_softmax(-1).masked_fill(~mask, 0.0)
+    return (row_weights * (torch.xlogy(p, p) - p * log_q).sum(-1)).sum()
+
+
 def naive_expanded_attention(
     q: torch.Tensor, q_rotary: torch.Tensor, latents: torch.Tensor, up_k: torch.Tensor, up_v: torch.Tensor,
     mask: torch.Tensor, scale: float,

@@ -135,6 +135,19 @@ def select(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, geometry: Se
     return Selection(tuple(parts))
 
 
+def select_everything(
+    layout: BlockLayout, rows_at_once: int, history: tuple[IndexPages, ...], batch: int, device: torch.device
+) -> Selection:
+    """What `select` gives for a block that ends within the first top-k tokens: every key at or before the query."""
+    own, parts = layout.start + layout.first + torch.arange(layout.mine, device=device), []
+    numbers = [torch.arange(n, dtype=torch.int32, device=device) for n in (*(pages.rows for pages in history), layout.mine)]
+    for a, b in layout.sub_blocks(rows_at_once):
+        at = query_positions(layout, a, b, device)
+        causal = numbers[-1].masked_fill(own > at[:, None], -1)
+        parts.append(tuple(rows.expand(batch, len(at), -1) for rows in (*numbers[:-1], causal)))
+    return Selection(tuple(parts))
+
+
 def _best_local(q, weights, at, sources, geometry) -> torch.Tensor:
     """The top keys of what this rank owns, packed, best first: [B, W, min(K, owned)]."""
     best = torch.empty(*q.shape[:2], 0, dtype=torch.int64, device=q.device)

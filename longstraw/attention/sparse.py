@@ -63,14 +63,17 @@ class LatentGeometry:
     exchange: Exchange = "auto"
 
 
-def _steps(q: torch.Tensor, rows: torch.Tensor, elements: int) -> list[slice]:
+def cut_queries(q: torch.Tensor, rows: torch.Tensor, elements: int) -> list[slice]:
     """Slices of the S queries, so that [., L, D] and [., H, L] stay within `elements`."""
     step = max(1, elements // (rows.shape[1] * max(q.shape[1:])))
     return [slice(a, a + step) for a in range(0, len(q), step)]
 
 
-def _probabilities(q, picked, rows, lse, scale):
-    """exp(score - lse), [S, H, L]; with lse None its own log-sum-exp is taken. Rows of -1 get 0. Returns both."""
+def row_probabilities(q, picked, rows, lse, scale):
+    """q [S, H, D], picked [S, L, D], rows [S, L] -> exp(score - lse), [S, H, L], and lse [S, H].
+
+    With lse None its own log-sum-exp is taken. Rows of -1 get 0.
+    """
     scores = matmul_wide(q, picked.transpose(1, 2)).mul_(scale).masked_fill_((rows < 0)[:, None], -torch.inf)
     lse = scores.logsumexp(-1) if lse is None else lse
     return scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_(), lse
@@ -84,9 +87,9 @@ def attend_rows(
     A query without a row has output 0 and log-sum-exp -inf.
     """
     outputs, lses = [], []
-    for part in _steps(q, rows, elements):
+    for part in cut_queries(q, rows, elements):
         picked = latents[rows[part].clamp(min=0)]
-        p, lse = _probabilities(q[part], picked, rows[part], None, scale)
+        p, lse = row_probabilities(q[part], picked, rows[part], None, scale)
         outputs.append(matmul_wide(p, picked[..., :value_dim]))
         lses.append(lse)
     return torch.cat(outputs), torch.cat(lses)
@@ -101,10 +104,10 @@ def attend_rows_bwd(
     The rows' gradients are added to adjoint [N, D], unless it is None.
     """
     grads, value_dim = [], do.shape[-1]
-    for part in _steps(q, rows, elements):
+    for part in cut_queries(q, rows, elements):
         at = rows[part].clamp(min=0)
         picked = latents[at]
-        p, _ = _probabilities(q[part], picked, rows[part], lse[part], scale)
+        p, _ = row_probabilities(q[part], picked, rows[part], lse[part], scale)
         dp = matmul_wide(do[part], picked[..., :value_dim].transpose(1, 2))
         ds = dp.sub_(delta[part][..., None]).mul_(p).mul_(scale)
         grads.append(matmul_wide(ds, picked))
@@ -115,7 +118,7 @@ def attend_rows_bwd(
     return torch.cat(grads)
 
 
-def _over_batch(function, shared: tuple, tensors: tuple) -> tuple[torch.Tensor, ...]:
+def over_batch(function, shared: tuple, tensors: tuple) -> tuple[torch.Tensor, ...]:
     """function(*shared[i], *tensors[i]) for each member i of the batch, stacked; pages of batch 1 in one call for all.
 
     shared: tensors [B or 1, N, .] (or None) of a source; tensors: [B, W, ...] of the queries.
@@ -165,7 +168,7 @@ def _attend_local(q, sources, selected, geometry):
 
     for latents, rows in zip(sources, selected, strict=True):
         if rows.numel():
-            merge_into(o, lse, *_over_batch(attend, (latents,), (q, rows)))
+            merge_into(o, lse, *over_batch(attend, (latents,), (q, rows)))
     return o, lse
 
 
@@ -220,7 +223,7 @@ def _local_bwd(gathered, sources, adjoints, selected, geometry):
 
     for latents, adjoint, rows in zip(sources, adjoints, selected, strict=True):
         if rows.numel():
-            dq += _over_batch(backward, (latents, adjoint), (*gathered, rows))[0]
+            dq += over_batch(backward, (latents, adjoint), (*gathered, rows))[0]
     return dq
 
 

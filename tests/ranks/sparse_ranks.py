@@ -76,6 +76,11 @@ def main(rank, ranks, _):
             (LatentCase(40, 10, relu=False, top_k=11), Walk(block=16, rows_at_once=2, keys_at_once=3, scores_at_once=9), 1),
             (LatentCase(23, 9, 2), Walk(block=7, dense=True, exchange="queries"), 1),
             (LatentCase(23, 9, 2), Walk(block=7, dense=True, exchange="keys", kept=True), 1),
+            (LatentCase(23, 9, 2), Walk(block=7, indexer=True), 1),
+            (LatentCase(9, 5, top_k=1), Walk(block=1, indexer=True), 1),
+            (LatentCase(17, 8, 2, top_k=6, quantum=1.0), Walk(block=5, elements_at_once=12, indexer=True), 3),
+            (LatentCase(40, 10, relu=False, top_k=11), Walk(block=16, rows_at_once=2, indexer=True), 1),
+            (LatentCase(9, 6, 2), Walk(block=7, dense=True, rows_at_once=1, indexer=True), 1),
         ):
             if cut.dense:
                 case = LatentCase(case.shared, case.own, case.batch, top_k=1000)

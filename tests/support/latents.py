@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from longstraw.attention.indexer_loss import IndexerLossGeometry, MainAttention, differentiate_indexer
 from longstraw.attention.latent import attend_latents, latent_attention
 from longstraw.attention.layout import BlockLayout
-from longstraw.attention.naive_sparse import naive_scores, naive_selection, naive_sparse_attention
-from longstraw.attention.selection import Selection, SelectionGeometry, select
+from longstraw.attention.naive_sparse import naive_indexer_loss, naive_scores, naive_selection, naive_sparse_attention
+from longstraw.attention.selection import Selection, SelectionGeometry, select, select_everything
 from longstraw.attention.sparse import LatentGeometry
 
 HEADS, INDEX_HEADS, WIDTH, VALUES, INDEX_DIM, SCALE = 3, 2, 10, 7, 6, 0.4
@@ -69,9 +70,10 @@ class LatentCase:
     drawn: dict = field(default_factory=dict, compare=False, repr=False)
 
     def draw(self) -> dict[str, torch.Tensor]:
-        """q [B, H, S, D], latents [B, S, D], index q [B, I, S, E], weights [B, I, S], index k [B, S, E], do [B, H, S, V].
+        """q [B, H, S, D], latents [B, S, D], index q [B, I, S, E], weights [B, I, S], index k [B, S, E], do [B, H, S, V],
+        row_weights [B, S].
 
-        The first `shared` tokens are the same for all the batch, but for do.
+        The first `shared` tokens are the same for all the batch, but for do and row_weights.
         """
         if self.drawn:
             return self.drawn
@@ -80,13 +82,17 @@ class LatentCase:
         shapes = {
             "q": (HEADS, total, WIDTH), "latents": (total, WIDTH), "index_q": (INDEX_HEADS, total, INDEX_DIM),
             "weights": (INDEX_HEADS, total), "index_k": (total, INDEX_DIM), "do": (HEADS, total, VALUES),
+            "row_weights": (total,),
         }
         for name, shape in shapes.items():
             x = torch.randn(self.batch, *shape, generator=generator, dtype=torch.float64)
             if self.quantum and name in ("index_q", "weights", "index_k"):
                 x = (x / self.quantum).round()  # whole numbers: their products and sums are exact in any order
             token_dim = 1 if name in ("latents", "index_k") else 2
-            if name != "do":
+            if name == "row_weights":
+                x = (x.abs() - 0.3).relu()  # some rows have no weight
+                x[1:, : self.shared] = 0
+            elif name != "do":
                 x.narrow(token_dim, 0, self.shared).copy_(x[:1].narrow(token_dim, 0, self.shared).clone())
             else:
                 x[1:, :, : self.shared] = 0  # the shared tokens' outputs are read once
@@ -99,17 +105,25 @@ class LatentCase:
         return naive_selection(naive_scores(t["index_q"], t["weights"], t["index_k"], self.relu), at, at, self.top_k)
 
     def oracle(self) -> dict[str, torch.Tensor]:
-        """Output, log-sum-exp, and the gradients of q and latents (summed over the batch in the shared tokens)."""
+        """Output, log-sum-exp, the gradients of q and latents, and those of the indexer's loss (in the shared tokens they are
+        to be summed over the batch)."""
         t = self.draw()
         q, latents = (t[name].clone().requires_grad_() for name in ("q", "latents"))
         o, lse = naive_sparse_attention(q, latents, self.mask(), VALUES, SCALE)
         o.backward(t["do"])
-        return {"o": o.detach(), "lse": lse.detach(), "dq": q.grad, "dlatents": latents.grad}
+        indexer = [t[name].clone().requires_grad_() for name in ("index_q", "weights", "index_k")]
+        loss = naive_indexer_loss(naive_scores(*indexer, self.relu), q, latents, self.mask(), t["row_weights"], SCALE)
+        loss.backward()
+        grads = dict(zip(("dindex_q", "dweights", "dindex_k"), (x.grad for x in indexer)))
+        return {"o": o.detach(), "lse": lse.detach(), "dq": q.grad, "dlatents": latents.grad, "loss": loss.detach()} | grads
 
 
 @dataclass(frozen=True)
 class Walk:
-    """How a case is cut: blocks of `block` tokens over the layout's ranks, and what is kept for the reverse sweep."""
+    """How a case is cut: blocks of `block` tokens over the layout's ranks, and what is kept for the reverse sweep.
+
+    indexer: the reverse sweep also differentiates the indexer's loss.
+    """
 
     block: int
     rows_at_once: int = 4096
@@ -120,6 +134,7 @@ class Walk:
     kept: bool = False
     reselect: bool = False
     exchange: str = "auto"
+    indexer: bool = False
 
 
 def walk(case: LatentCase, cut: Walk, plan: list[list[BlockLayout]]) -> Iterator[tuple[str, torch.Tensor, slice, bool]]:
@@ -140,13 +155,15 @@ def walk(case: LatentCase, cut: Walk, plan: list[list[BlockLayout]]) -> Iterator
             yield "o", run["o"][:, :, : layout.mine], _columns(layout), index == 0
             yield "lse", run["lse"][:, :, : layout.mine], _columns(layout), index == 0
             _append(segments[-1], run, layout)
-    for latents, _ in segments:
-        latents.grad = torch.zeros_like(latents.tensor)
+    loss = torch.zeros((), dtype=torch.float64)
+    for pages in (pages for pair in segments for pages in pair):
+        pages.grad = torch.zeros_like(pages.tensor)
     for index, layout, batch, history, run in reversed(passed):
         before = history[-1][0].rows
         pages = segments[index][0]
-        for (frozen, _), (live, _) in zip(history, segments):
-            frozen.grad = live.grad[:, : frozen.rows]
+        for frozen_pair, live_pair in zip(history, segments):
+            for frozen, live in zip(frozen_pair, live_pair):
+                frozen.grad = live.grad[:, : frozen.rows]
         block = {name: run[name].detach().clone().requires_grad_() for name in ("q", "latents")}
         selection = run["selection"] if not cut.reselect else _select(case, cut, layout, run, history)
         assert selection is None or all(map(torch.equal, selection.tensors(), run["selection"].tensors()))
@@ -158,13 +175,28 @@ def walk(case: LatentCase, cut: Walk, plan: list[list[BlockLayout]]) -> Iterator
         torch.autograd.backward([o, block["latents"]], [do, pages.grad[:, before : before + layout.mine].clone()])
         yield "dq", block["q"].grad[:, :, : layout.mine], _columns(layout), index == 0
         yield "dlatents", block["latents"].grad, _columns(layout), index == 0
+        if cut.indexer:
+            found = _differentiate_indexer(case, cut, layout, run, history, batch)
+            loss += found.loss
+            yield "dindex_q", found.q[:, :, : layout.mine], _columns(layout), index == 0
+            yield "dweights", found.weights[:, :, : layout.mine], _columns(layout), index == 0
+            own = segments[index][1].grad[:, before : before + layout.mine]
+            yield "dindex_k", found.k + own, _columns(layout), index == 0
+    if cut.indexer:
+        layout = plan[-1][0]
+        if layout.ranks > 1:
+            torch.distributed.all_reduce(loss, group=layout.group)
+        yield "loss", loss, None, False
 
 
 def check_walk(case: LatentCase, cut: Walk, plan: list[list[BlockLayout]]) -> None:
     """Assert that everything `walk` yields equals the oracle's."""
     expected = case.oracle()
-    token_dim = {"o": 2, "lse": 2, "dq": 2, "dlatents": 1}
+    token_dim = {"o": 2, "lse": 2, "dq": 2, "dlatents": 1, "dindex_q": 2, "dweights": 2, "dindex_k": 1}
     for name, found, columns, shared in walk(case, cut, plan):
+        if name == "loss":
+            torch.testing.assert_close(found, expected["loss"], rtol=1e-11, atol=1e-12)
+            continue
         whole = expected[name].narrow(token_dim[name], columns.start, columns.stop - columns.start)
         if shared:
             whole = whole.sum(0, keepdim=True) if name.startswith("d") else whole[:1]
@@ -213,6 +245,20 @@ def _select(case: LatentCase, cut: Walk, layout: BlockLayout, run: dict, history
         cut.scores_at_once,
     )
     return select(run["index_q"], run["weights"], run["index_k"], geometry)
+
+
+def _differentiate_indexer(case: LatentCase, cut: Walk, layout: BlockLayout, run: dict, history, batch: int):
+    latents, index = (tuple(pages) for pages in zip(*history))
+    selection = run["selection"]
+    if selection is None:
+        selection = select_everything(layout, cut.rows_at_once, index, batch, torch.device("cpu"))
+    geometry = IndexerLossGeometry(layout, SCALE, case.relu, cut.rows_at_once, latents, index, cut.elements_at_once)
+    row_weights = _rows(case.draw()["row_weights"][:batch], 1, layout)
+    row_weights[:, layout.mine :] = 0
+    main = MainAttention(run["q"], run["latents"], run["lse"])
+    return differentiate_indexer(
+        run["index_q"], run["weights"], run["index_k"], main, row_weights, selection, geometry
+    )
 
 
 def _forward_block(case: LatentCase, cut: Walk, layout: BlockLayout, batch: int, history) -> dict:
