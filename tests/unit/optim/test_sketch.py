@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from sketch_samples import LargestTensor, draw, projection
 from torch.utils.checkpoint import checkpoint
 
-from longstraw.optim.projection import Projection, project_columns
+from longstraw.optim.projection import project_columns
 from longstraw.optim.sketch import (
     BlockLimits,
     WeightSketch,
@@ -24,14 +23,6 @@ from longstraw.optim.sketch import (
 
 F64 = torch.float64
 TINY = BlockLimits(tokens=3, entries=1)  # 3 tokens and the narrowest block of columns at a time
-
-
-def draw(*shape, seed=0, dtype=F64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
-
-
-def projection(rank, columns, **changes):
-    return Projection(**(dict(name="w", rank=rank, columns=columns, seed=5, draw=2) | changes))
 
 
 def relative(got, expected):
@@ -195,31 +186,15 @@ def test_the_accumulator_keeps_nothing_of_the_graph():
 # What exists at once.
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation makes, views aside."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel, self.known = 0, set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
-                self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return result
-
-
 def test_neither_the_gradient_nor_the_projection_ever_exists():
     rows, columns, rank, tokens = 512, 1024, 32, 24
     limits = BlockLimits(tokens=8, entries=32 * 64)
     accumulator = open_sketch(torch.empty(rows, columns), projection(rank, columns), limits=limits)
     outputs, inputs = draw(tokens, rows, dtype=torch.float32), draw(tokens, columns, seed=1, dtype=torch.float32)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         accumulator.add(outputs, inputs)
     assert largest.numel <= rows * rank  # one product of the size of S; A has twice and G 32 times as many
-    with Largest() as largest:
+    with LargestTensor() as largest:
         naive_sketch(outputs, inputs, accumulator.projection)
     assert largest.numel == rows * columns  # the probe sees G
 
