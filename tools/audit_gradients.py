@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
+from longstraw.patches.world_sizes import find_misfits
 from megatron.grpo.presets import check_divisible, get_preset
 from tools.local_ranks import is_rank, run_ranks
 
@@ -35,6 +36,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--block-size", type=int, default=8, help="tokens of a response per block")
     add("--context-parallel-size", type=int, default=1, help="ranks that share every chunk")
     add("--tensor-model-parallel-size", type=int, default=1, help="ranks that share every layer")
+    add("--expert-model-parallel-size", type=int, default=1, help="of the context-parallel ranks, those that share the experts")
     add("--sequence-parallel", action="store_true", help="with tensor parallelism: shard activations by tokens too")
     add("--semantics", choices=("exact", "response_only"), default="exact", help="what the gradient is")
     add("--attention-output-residency", choices=("none", "host", "device"), default="none", help="as in training")
@@ -45,7 +47,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=tuple(DTYPES), default="float64", help="of the engine; the reference is float64")
     add("--seed", type=int, default=1, help="of weights and tokens")
     add("--json", default="-", metavar="PATH", help="where the report goes; - is standard output")
-    parser.set_defaults(expert_model_parallel_size=1)
     args = parser.parse_args(argv)
     args.response_lengths = [int(n) for n in args.response_lengths.split(",")]
     if args.prompt_length < 1 or min(args.response_lengths) < 1:
@@ -56,6 +57,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         check_divisible(get_preset(args.model_preset), args)
     except ValueError as error:
         parser.error(str(error))
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    for misfit in find_misfits(
+        tp * cp, tensor_parallel=tp, context_parallel=cp, expert_parallel=args.expert_model_parallel_size
+    ):
+        parser.error(misfit)
     return args
 
 
@@ -80,7 +86,8 @@ def dense_gradients(model, prompt, responses, weights) -> tuple[float, dict[str,
         term = (losses * weight).sum()
         term.backward()
         loss += term.item()
-    return loss, {name: p.grad for name, p in model.named_parameters()}
+    # idle experts and indexers have none
+    return loss, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
 def engine_gradients(args, model, groups, vocab_size, prompt, responses, weights):
@@ -88,7 +95,7 @@ def engine_gradients(args, model, groups, vocab_size, prompt, responses, weights
     from longstraw.patches.finalize_model_grads import finalize_gradients, wrap_for_gradients
     from longstraw.segments import grow_group
     from longstraw.sweeps import ReplayEngine, SweepConfig
-    from megatron.grpo.sharding import unshard_parameter
+    from megatron.grpo.sharding import gather_gradients
 
     config = SweepConfig(
         semantics=args.semantics, prompt_chunk_size=args.chunk_size, response_block_size=args.block_size,
@@ -106,16 +113,12 @@ def engine_gradients(args, model, groups, vocab_size, prompt, responses, weights
     finalize_gradients(ddp, engine.adapters, groups)
     total = torch.tensor(loss, dtype=torch.float64, device=device)
     dist.all_reduce(total, group=groups.cp)
-    whole = {}
-    for name, parameter in model.named_parameters():
-        shards = [torch.empty_like(parameter.main_grad) for _ in range(groups.tp.size())]
-        dist.all_gather(shards, parameter.main_grad.contiguous(), group=groups.tp)
-        whole[name] = unshard_parameter(name, shards, get_preset(args.model_preset)).double()
-    return total.item(), whole
+    whole = gather_gradients(model, get_preset(args.model_preset), groups)
+    return total.item(), {name: gradient.double() for name, gradient in whole.items()}
 
 
 def perturb_weights(model, seed: int) -> None:
-    """Move norms and decay gates away from the values at which their gradients would be special."""
+    """Move norms, decay gates and biases of experts away from the values at which their gradients would be special."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -126,6 +129,9 @@ def perturb_weights(model, seed: int) -> None:
                 parameter -= 3.0
             elif parameter.dim() == 2:
                 parameter.copy_(noise * 0.15 if parameter.shape[0] < 1000 else noise * 0.05)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator, dtype=torch.float64))
 
 
 def build_pair(args, groups):
@@ -133,16 +139,18 @@ def build_pair(args, groups):
     from longstraw.patches.device import current_device
     from longstraw.patches.process_groups import seed_model_parallel, single_rank_groups
     from megatron.grpo.model_provider import build_conventional_model, build_model, synchronize_parameters
-    from megatron.grpo.sharding import shard_parameter
+    from megatron.grpo.sharding import shard_parameter, whole_name
 
     preset, dtype = get_preset(args.model_preset), DTYPES[args.dtype]
     seed_model_parallel(args.seed)
-    plain_config = preset.transformer_config(use_cpu_initialization=True)
+    wide_router = {"moe_router_dtype": "fp64"} if preset.has_experts else {}
+    plain_config = preset.transformer_config(use_cpu_initialization=True, **wide_router)
     plain = build_conventional_model(preset, plain_config, single_rank_groups(groups), flash=False)
     config = preset.transformer_config(
         use_cpu_initialization=True, tensor_model_parallel_size=groups.tp.size(),
-        context_parallel_size=groups.cp.size(), sequence_parallel=args.sequence_parallel,
-        params_dtype=torch.float32,
+        context_parallel_size=groups.cp.size(), expert_model_parallel_size=groups.ep.size(),
+        sequence_parallel=args.sequence_parallel, params_dtype=torch.float32,
+        **(wide_router if dtype is torch.float64 else {}),
     )
     model = build_model(preset, config, groups)
     device = current_device()
@@ -154,7 +162,12 @@ def build_pair(args, groups):
         for parameter in plain.parameters():
             parameter.copy_(parameter.to(dtype))  # the reference has exactly the engine's weights
         for name, parameter in model.named_parameters():
-            parameter.copy_(shard_parameter(name, whole[name], preset, groups.tp.rank(), groups.tp.size()))
+            source = whole[whole_name(name, preset.num_experts, groups.ep.rank(), groups.ep.size())]
+            parameter.copy_(shard_parameter(name, source, preset, groups.tp.rank(), groups.tp.size()))
+        biases = dict(plain.named_buffers())
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(biases[name])
     return plain.to(device), model
 
 
@@ -185,7 +198,8 @@ def measure(args) -> dict | None:
 
     quiet_logs()
     groups = initialize_groups(
-        tensor_parallel=args.tensor_model_parallel_size, context_parallel=args.context_parallel_size
+        tensor_parallel=args.tensor_model_parallel_size, context_parallel=args.context_parallel_size,
+        expert_parallel=args.expert_model_parallel_size,
     )
     vocab_size = get_preset(args.model_preset).vocab_size
     tokens = draw_tokens(args, vocab_size)

@@ -64,6 +64,14 @@ class ReplayRouter(TopKRouter):
         self.run: RoutingRun | None = None
         self.frozen_expert_bias = True
 
+    def _apply(self, fn, recurse: bool = True):
+        """As torch's; the biases keep float32 where the weights get narrower: experts would change places."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None):
         """logits [s, b, E] of this rank's rows -> (gates [s * b, E], whether a token goes to an expert [s * b, E])."""
         self.run.batch = logits.shape[1]

@@ -32,7 +32,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.to:
             args = tuple(_CPU if _is_cuda(a) else a for a in args)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+            name = func(*args)  # blocks may be nested
+            return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
 
 

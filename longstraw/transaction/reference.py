@@ -12,15 +12,22 @@ import torch
 from longstraw.prompt_state.residency import empty_resident
 
 
+def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What makes a model the function it is: parameters, and buffers that are saved (biases of experts)."""
+    saved = model.state_dict(keep_vars=True).keys()
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
 class ReferencePolicy:
     """A copy of the model's weights as they are now, kept on the host."""
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
         self._host = {}
-        for name, parameter in model.named_parameters():
-            held = empty_resident(tuple(parameter.shape), parameter.dtype, "host", parameter.device)
-            self._host[name] = held.copy_(parameter.detach())
+        for name, weight in named_weights(model):
+            held = empty_resident(tuple(weight.shape), weight.dtype, "host", weight.device)
+            self._host[name] = held.copy_(weight.detach())
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -34,8 +41,8 @@ class ReferencePolicy:
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the weights of model and host, element for element."""
-        for name, parameter in self._model.named_parameters():
+        for name, weight in named_weights(self._model):
             held = self._host[name]
-            policy = parameter.detach().to("cpu", copy=True)
-            parameter.copy_(held)
+            policy = weight.detach().to("cpu", copy=True)
+            weight.copy_(held)
             held.copy_(policy)

@@ -61,14 +61,20 @@ class Step:
             scores += split_logprobs(group, indices, logprobs)
         return scores
 
-    def score_reference(self, group: PromptGroup) -> None:
-        """Phase 2, reference: its own capture and scores. The group's policy state must not be alive."""
-        if group.state is not None:
-            raise RuntimeError(f"prompt {group.prompt_id}: only one prompt state is alive at a time")
+    def score_reference(self, groups: list[PromptGroup]) -> None:
+        """Phase 2, reference: its own captures and scores. No group's policy state may be alive.
+
+        Replicas that share experts swap them together: none leaves before all have scored.
+        """
+        for group in groups:
+            if group.state is not None:
+                raise RuntimeError(f"prompt {group.prompt_id}: only one prompt state is alive at a time")
         with self.reference.swapped_in():
-            group.state = self.capture(group.prompt)
-            group.ref_logprobs = self.score(group)
-            group.state = None
+            for group in groups:
+                group.state = self.capture(group.prompt)
+                group.ref_logprobs = self.score(group)
+                group.state = None
+            self.engine.finish_phase()
 
     def count_terms(self, groups: list[PromptGroup]):
         """What the whole step's loss is divided by: collective over data parallel."""

@@ -38,7 +38,7 @@ from megatron.grpo.checkpoint_folders import (
 )
 from megatron.grpo.conversion.checkpoint_folder import PRESET_FILE
 from megatron.grpo.conversion.megatron_checkpoint import sharded_weights
-from megatron.grpo.optimizer import fill_step_count
+from megatron.grpo.optimizer import fit_loaded_state
 from megatron.grpo.random_states import collect_random_states, restore_random_states
 
 _FORMAT = 1
@@ -184,7 +184,7 @@ def load_checkpoint(
         loaded = dist_checkpointing.load(wanted, str(path))
         _fill(model, loaded["model"])
         if want_optimizer:
-            optimizer.load_state_dict(fill_step_count(optimizer, loaded["optimizer"]))
+            optimizer.load_state_dict(fit_loaded_state(optimizer, loaded["optimizer"]))
             scheduler.num_steps = 0  # load_state_dict adds the saved steps to those taken
             scheduler.load_state_dict(common["opt_param_scheduler"])
         elif optimizer is not None:
@@ -342,7 +342,7 @@ def _metadata(distributed_optimizer: bool, groups: ProcessGroupCollection) -> di
 
 
 def _topology(groups: ProcessGroupCollection) -> dict[str, int]:
-    """The sizes that decide which rank holds which random state."""
+    """The sizes that decide which rank holds which random state (expert parallelism does not)."""
     return {"ranks": dist.get_world_size(), "tp": groups.tp.size(), "cp": groups.cp.size(), "dp": groups.dp.size()}
 
 

@@ -15,6 +15,7 @@ def evaluate(rollouts: Rollouts, prompts: list[Prompt], dp: dist.ProcessGroup) -
     """Mean reward over `prompts`, equal on every rank. A reward that fails counts 0."""
     own = prompts[dp.rank() :: dp.size()]
     groups = [rollouts.sample(prompt, 1, "evaluation", keep_state=False, version=0) for prompt in own]
+    rollouts.step.engine.finish_phase()
     if own:
         rollouts.score(own, groups, policy="zero")
     total = torch.tensor(

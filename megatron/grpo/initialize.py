@@ -53,7 +53,8 @@ def initialize(args: Namespace) -> ProcessGroupCollection:
     if dist.get_rank() == 0:
         _write_arguments(args)
     groups = initialize_groups(
-        tensor_parallel=args.tensor_model_parallel_size, context_parallel=args.context_parallel_size
+        tensor_parallel=args.tensor_model_parallel_size, context_parallel=args.context_parallel_size,
+        expert_parallel=args.expert_model_parallel_size,
     )
     if args.logging_level is None:
         quiet_logs()

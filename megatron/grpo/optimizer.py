@@ -71,14 +71,35 @@ def open_moments(optimizer: MegatronOptimizer) -> None:
             }
 
 
-def fill_step_count(optimizer: MegatronOptimizer, loaded: dict) -> dict:
-    """The optimizer's state from a checkpoint, with the step count of 0 that Megatron leaves out when it saves."""
+def fit_loaded_state(optimizer: MegatronOptimizer, loaded: dict) -> dict:
+    """The optimizer's state from a checkpoint, as its `load_state_dict` wants it.
+
+    Adds the step count of 0, which Megatron leaves out when it saves. A checkpoint of one optimizer fits a chain and the
+    other way round (expert parallelism or not): moments go by names, and the parameter groups are the present ones,
+    whose rates the schedules set.
+    """
     parts = parts_of(optimizer)
-    for number, part in enumerate(parts):
-        held = loaded if len(parts) == 1 else loaded[number]
+    saved = _inner_state(loaded)
+    saved = saved if _has_groups(saved) else _inner_state(loaded[0])
+    step = saved["state"].get("common_step", torch.tensor(0.0))
+    states = {number: loaded[number] for number in range(len(parts))} if len(parts) > 1 else {0: loaded}
+    for part, state in zip(parts, states.values()):
+        inner = _inner_state(state)
         if _counts_per_parameter(part.optimizer):
-            held.get("optimizer", held)["state"].setdefault("common_step", torch.tensor(0.0))
-    return loaded
+            inner["state"].setdefault("common_step", step.clone())
+        if not _has_groups(inner):
+            inner["param_groups"] = _inner_state(part.state_dict())["param_groups"]
+    return states if len(parts) > 1 else {key: value for key, value in loaded.items() if not isinstance(key, int)}
+
+
+def _inner_state(state: dict) -> dict:
+    """The state of torch's optimizer, which a mixed-precision optimizer keeps in its own."""
+    return state.get("optimizer", state)
+
+
+def _has_groups(inner: dict) -> bool:
+    """Whether the parameter groups come from the checkpoint: loading leaves empty ones where it has none."""
+    return any("lr" in group for group in inner.get("param_groups", []))
 
 
 def _counts_per_parameter(inner: torch.optim.Optimizer) -> bool:

@@ -6,12 +6,19 @@ names. Plain values (numbers, lists, byte tensors), so that a checkpoint of them
 
 import random
 from collections.abc import Mapping
+from hashlib import blake2b
 
 import numpy as np
 import torch
 from megatron.core import tensor_parallel
 
 from longstraw.patches.device import cuda_available, cuda_means_cpu
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed from any printable parts: the same on every rank and machine, and after a resume."""
+    digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def collect_random_states(generators: Mapping[str, torch.Generator]) -> dict:

@@ -6,7 +6,6 @@ replica's first rank and are broadcast to the others, so that a slow or broken v
 
 from collections import Counter
 from collections.abc import Callable
-from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
@@ -18,15 +17,10 @@ from longstraw.rollout.resident import decode_group
 from longstraw.transaction.group import PromptGroup
 from longstraw.transaction.step import Step
 from megatron.grpo.prompts import Prompt
+from megatron.grpo.random_states import derive_seed
 from megatron.grpo.reward_pool import RewardPool
 from megatron.grpo.rewards import RewardConfig, RewardResult, RewardSample, apply_failure_policy, count_statuses
 from megatron.grpo.tokenizer import decode_response
-
-
-def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from any printable parts: the same on every rank and machine, and after a resume."""
-    digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 class Rollouts:

@@ -32,12 +32,13 @@ from megatron.grpo.arguments import parse_command_line
 from megatron.grpo.checkpointing import find_reference, load_checkpoint, load_weights, save_checkpoint
 from megatron.grpo.initialize import initialize, shut_down
 from megatron.grpo.model_setup import build_training_model, wrap_model
-from megatron.grpo.optimizer import build_optimizer, build_scheduler
+from megatron.grpo.optimizer import build_optimizer, build_scheduler, optimizer_state
 from megatron.grpo.prompt_order import PromptOrder
 from megatron.grpo.prompts import load_prompts
 from megatron.grpo.quiet_logs import quiet_logs
 from megatron.grpo.rewards import RewardFailure
 from megatron.grpo.rollouts import Rollouts
+from megatron.grpo.sharding import is_expert, partition_dim
 from megatron.grpo.stop_signal import StopSignal
 from megatron.grpo.tokenizer import load_tokenizer, stop_token_ids
 from megatron.grpo.trainer import Trainer
@@ -114,8 +115,8 @@ def write_record(args, config, trainer, recorder, model, groups, *, started, ini
         semantics=config.sweeps.semantics, versions=collect_versions(),
         topology=Topology(
             world_size=world, tensor_model_parallel_size=groups.tp.size(), context_parallel_size=groups.cp.size(),
-            data_parallel_size=groups.dp.size(), sequence_parallel=args.sequence_parallel,
-            backend=dist.get_backend(),
+            data_parallel_size=groups.dp.size(), expert_model_parallel_size=groups.ep.size(),
+            sequence_parallel=args.sequence_parallel, backend=dist.get_backend(),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         ),
         model=Model(
@@ -140,7 +141,7 @@ def write_record(args, config, trainer, recorder, model, groups, *, started, ini
 def count_resident_bytes(trainer, state) -> dict[str, int]:
     """Bytes of this rank by category: what is always there, and the ledger's state at its fullest."""
     buffers = trainer.ddp.buffers + trainer.ddp.expert_parallel_buffers
-    moments = [t for held in trainer.optimizer.optimizer.state.values() for t in held.values() if torch.is_tensor(t)]
+    moments = [t for held in optimizer_state(trainer.optimizer).values() for t in held.values() if torch.is_tensor(t)]
     categories = {
         "weights": sum(p.numel() * p.element_size() for p in trainer.step.engine.model.parameters()),
         "gradients": sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in buffers),
@@ -152,11 +153,12 @@ def count_resident_bytes(trainer, state) -> dict[str, int]:
 
 
 def count_parameters(model, groups) -> int:
-    """Parameters of the whole model: shards of tensor parallelism added up, replicated ones once."""
-    from megatron.grpo.sharding import partition_dim
-
-    ways = groups.tp.size()
-    return sum(p.numel() * (1 if partition_dim(n) is None else ways) for n, p in model.named_parameters())
+    """Parameters of the whole model: shards of tensor parallelism and all ranks' experts added up, replicated ones once."""
+    tp, ep, total = groups.tp.size(), groups.ep.size(), 0
+    for name, parameter in model.named_parameters():
+        copies = ep if is_expert(name) else 1 if partition_dim(name) is None else tp
+        total += parameter.numel() * copies
+    return total
 
 
 def run(args, config) -> None:

@@ -155,6 +155,7 @@ class Trainer:
                 message = "stop"
             except StepRejected as error:
                 message = str(error)
+            self.step.engine.finish_phase()
             if not message and self.stop.agreed(self.rollouts.replica):
                 message = "stop"
             message = agree_on_failure(message, self.world)
@@ -178,6 +179,7 @@ class Trainer:
                 )
                 for prompt in prompts
             ]
+            self.step.engine.finish_phase()
             if found:
                 self.rollouts.score(prompts, found)
             return found
@@ -205,8 +207,7 @@ class Trainer:
 
     def _score_reference(self, groups: list[PromptGroup]) -> None:
         if self.step.reference is not None:
-            for group in groups:
-                self.step.score_reference(group)
+            self.step.score_reference(groups)
 
     def _replay(self, groups: list[PromptGroup], counts) -> ReplayResult:
         with self.ddp.no_sync():

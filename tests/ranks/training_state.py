@@ -11,23 +11,24 @@ from longstraw.patches.process_groups import initialize_groups
 from megatron.grpo.arguments import parse_arguments, resolve_preset
 from megatron.grpo.initialize import seed_everything
 from megatron.grpo.model_setup import build_training_model, wrap_model
-from megatron.grpo.optimizer import build_optimizer, build_scheduler, step_optimizer
-from megatron.grpo.sharding import shard_parameter, unshard_parameter
+from megatron.grpo.optimizer import build_optimizer, build_scheduler, optimizer_state, step_optimizer
+from megatron.grpo.random_states import derive_seed
+from megatron.grpo.sharding import gather_experts, shard_parameter, unshard_parameter, whole_name
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
-_topologies: dict[tuple[int, int], tuple[dict, object]] = {}
+_topologies: dict[tuple[int, int, int], tuple[dict, object]] = {}
 
 
-def switch_topology(tp: int, cp: int):
+def switch_topology(tp: int, cp: int, ep: int = 1):
     """Groups of these sizes as Megatron's current ones, made once each: a gloo group keeps threads as long as it lives."""
     def is_state(name: str) -> bool:
         return name.startswith("_") and name.isupper()
 
-    if (tp, cp) not in _topologies:
+    if (tp, cp, ep) not in _topologies:
         parallel_state.destroy_model_parallel()
-        groups = initialize_groups(tensor_parallel=tp, context_parallel=cp)
-        _topologies[tp, cp] = ({k: v for k, v in vars(parallel_state).items() if is_state(k)}, groups)
-    state, groups = _topologies[tp, cp]
+        groups = initialize_groups(tensor_parallel=tp, context_parallel=cp, expert_parallel=ep)
+        _topologies[tp, cp, ep] = ({k: v for k, v in vars(parallel_state).items() if is_state(k)}, groups)
+    state, groups = _topologies[tp, cp, ep]
     vars(parallel_state).update(state)
     return groups
 
@@ -35,12 +36,13 @@ def switch_topology(tp: int, cp: int):
 class TrainingState:
     """Model, optimizer and schedules of one topology, driven by made-up gradients instead of a replay."""
 
-    def __init__(self, flags: str, tp: int = 1, cp: int = 1, seed: int = 1):
+    def __init__(self, flags: str, tp: int = 1, cp: int = 1, seed: int = 1, ep: int = 1):
         self.args, self.config = parse_arguments(
             "--prompt-data p --tokenizer-path t --train-iters 20 --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 2 "
-            f"--tensor-model-parallel-size {tp} --context-parallel-size {cp} --seed {seed} {flags}".split()
+            f"--tensor-model-parallel-size {tp} --context-parallel-size {cp} --seed {seed} "
+            f"--expert-model-parallel-size {ep} {flags}".split()
         )
-        self.groups = switch_topology(tp, cp)
+        self.groups = switch_topology(tp, cp, ep)
         seed_everything(seed)
         self.preset = resolve_preset(self.args)
         self.model = build_training_model(self.args, self.groups)
@@ -61,14 +63,17 @@ class TrainingState:
             parts = [torch.empty_like(shard) for _ in range(self.groups.tp.size())]
             dist.all_gather(parts, shard.contiguous(), group=self.groups.tp)
             whole[name] = unshard_parameter(name, parts, self.preset).clone()
-        return whole
+        return gather_experts(whole, self.preset, self.groups.ep)
 
     def set_gradients(self, step: int) -> None:
         """Gradients that depend on the step and the parameter alone."""
-        generator = torch.Generator().manual_seed(1000 + step)
-        shapes = self.whole_shapes()
+        shapes, ep = self.whole_shapes(), self.groups.ep
         for name, parameter in self.model.named_parameters():
-            whole = torch.randn(shapes[name], generator=generator) * 0.1
+            if not parameter.requires_grad:
+                continue
+            of_all = whole_name(name, self.preset.num_experts, ep.rank(), ep.size())
+            generator = torch.Generator().manual_seed(derive_seed(step, of_all))
+            whole = torch.randn(shapes[of_all], generator=generator) * 0.1
             shard = shard_parameter(name, whole, self.preset, self.groups.tp.rank(), self.groups.tp.size())
             parameter.main_grad.copy_(shard)
 
@@ -85,12 +90,12 @@ class TrainingState:
 
     def adam_state(self) -> list[torch.Tensor]:
         """Moments and step counts, in the optimizer's order."""
-        inner = self.optimizer.optimizer
+        state = optimizer_state(self.optimizer)
         return [
             value.clone()
-            for group in inner.param_groups
+            for group in self.optimizer.param_groups
             for parameter in group["params"]
-            for _, value in sorted(inner.state[parameter].items())
+            for _, value in sorted(state[parameter].items())
         ]
 
 

@@ -80,6 +80,8 @@ def test_cuda_means_cpu_only_inside_the_block():
         assert torch.zeros(2, device=torch.device("cuda", 0), pin_memory=True).device.type == "cpu"
         assert torch.ones(2).cuda().to("cuda").pin_memory().device.type == "cpu"
         assert torch.ones(2).type() == "torch.cuda.FloatTensor"
+        with device.cuda_means_cpu():
+            assert torch.ones(2).type() == "torch.cuda.FloatTensor"
         assert torch.ones(2).to(torch.float64).dtype is torch.float64
     assert torch.ones(2).type() == "torch.FloatTensor"
     with pytest.raises((RuntimeError, AssertionError)):

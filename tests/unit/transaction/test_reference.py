@@ -29,6 +29,27 @@ def test_swapping_in_and_out():
     assert addresses == [p.data_ptr() for p in model.parameters()]  # DDP and the optimizer hold these very tensors
 
 
+class Biased(torch.nn.Module):
+    """As a router of experts: a weight, a saved bias that has no gradient, and a count that is not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.register_buffer("bias", torch.ones(2))
+        self.register_buffer("counts", torch.ones(2), persistent=False)
+
+
+def test_saved_buffers_belong_to_the_policy():
+    model = Biased()
+    reference = ReferencePolicy(model)
+    with torch.no_grad():
+        for tensor in (model.weight, model.bias, model.counts):
+            tensor.zero_()
+    with reference.swapped_in():
+        assert model.weight.all() and model.bias.all() and not model.counts.any()
+    assert not model.weight.any() and not model.bias.any()
+
+
 def test_weights_come_back_when_scoring_fails():
     model = make_model(2)
     reference = ReferencePolicy(model)
