@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
-from sketch_samples import LargestTensor, draw, projection
 from torch.utils.checkpoint import checkpoint
 
 from longstraw.optim.projection import project_columns
@@ -20,6 +19,7 @@ from longstraw.optim.sketch import (
     perturbed_linear,
     sketched_linear,
 )
+from tests.support.sketches import LargestTensor, draw, projection
 
 F64 = torch.float64
 TINY = BlockLimits(tokens=3, entries=1)  # 3 tokens and the narrowest block of columns at a time

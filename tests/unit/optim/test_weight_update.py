@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from sketch_samples import LargestTensor, draw, projection
 
 from longstraw.optim.masters import join_float32, split_float32
 from longstraw.optim.projection import project_columns
 from longstraw.optim.sketch import BlockLimits
 from longstraw.optim.step_control import ratio_step
 from longstraw.optim.update import apply_update, naive_update, projection_gram, sketch_cosine, update_square_norm
+from tests.support.sketches import LargestTensor, draw, projection
 
 F64 = torch.float64
 TINY = BlockLimits(entries=1)
