@@ -19,12 +19,12 @@ class LograConfig:
     """Updates: direction, rule, step size, gradient sketches and the predicted KL."""
 
     update_direction: Literal["dense", "sketch"] = "sketch"
-    """What is accumulated over a step: the gradient of every trained weight, or of projection matrices (attention, gated
-    delta net, MLP, experts) only its product with a small random matrix."""
+    """What is accumulated over a step: the gradient of every trained weight, or of projection matrices (attention,
+    gated delta net, MLP, experts) only its product with a small random matrix."""
 
     update_rule: Literal["sgd", "rowadam", "adam"] = "rowadam"
-    """What makes the direction: the accumulated gradient itself; divided by a moving root mean square of each output row
-    (rescaled to the norm it had); or Adam, which needs --update-direction dense."""
+    """What makes the direction: the accumulated gradient itself; divided by a moving root mean square of each output
+    row (rescaled to the norm it had); or Adam, which needs --update-direction dense."""
 
     update_step_size: Literal["learning-rate", "update-ratio", "predicted-kl"] = "predicted-kl"
     """How far a step goes: --lr; the length that makes ||dW|| / ||W|| --logra-update-ratio; or that length times the
@@ -93,14 +93,15 @@ class LograConfig:
     """alpha at which --kl-probe finite-difference measures the KL, to both sides."""
 
     kl_mismatch_weight: float = 0.3
-    """Weight of the newest measurement in the moving average of the KL between rollout and trainer at equal weights, which
-    is taken from the budget."""
+    """Weight of the newest measurement in the moving average of the KL between rollout and trainer at equal weights,
+    which is taken from the budget."""
 
     kl_budget_floor: float = 0.5
     """Part of the KL budget that always stays, however large the mismatch between rollout and trainer."""
 
     kl_refused_step: Literal["continue", "stop"] = "continue"
-    """After a step that was rolled back because its predicted KL was not finite: go on with the next, or end the run."""
+    """After a step that was rolled back because its predicted KL was not finite: go on with the next, or end the
+    run."""
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, in one sentence that names the flags.
@@ -114,7 +115,8 @@ class LograConfig:
                 choices = ", ".join(get_args(field.type))
                 raise ValueError(f"{flag(field.name)} must be one of {choices}, got {value!r}.")
 
-        for name, lowest in (("logra_rank", 1), ("logra_refresh", 0), ("kl_probe_tokens", 1), ("kl_probe_responses", 1)):
+        lowest_values = (("logra_rank", 1), ("logra_refresh", 0), ("kl_probe_tokens", 1), ("kl_probe_responses", 1))
+        for name, lowest in lowest_values:
             if getattr(self, name) < lowest:
                 raise ValueError(f"{flag(name)} must be at least {lowest}, got {getattr(self, name)}.")
         if self.kl_budget_steps is not None and self.kl_budget_steps < 1:
@@ -133,13 +135,13 @@ class LograConfig:
 
         if self.update_direction == "sketch" and self.update_rule == "adam":
             raise ValueError(
-                "--update-rule adam keeps a moment an element, which means nothing under the next draw of a sketch: use "
-                "rowadam or sgd with --update-direction sketch, or --update-direction dense."
+                "--update-rule adam keeps a moment an element, which means nothing under the next draw of a sketch: "
+                "use rowadam or sgd with --update-direction sketch, or --update-direction dense."
             )
         if self.kl_budget_schedule == "cosine" and self.kl_budget_final > self.kl_budget:
             raise ValueError(
-                f"--kl-budget-final {self.kl_budget_final} is above --kl-budget {self.kl_budget}: the cosine only lowers "
-                "the budget."
+                f"--kl-budget-final {self.kl_budget_final} is above --kl-budget {self.kl_budget}: the cosine only "
+                "lowers the budget."
             )
 
     def draw(self, step: int) -> int:

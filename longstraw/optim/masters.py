@@ -40,8 +40,8 @@ def join_float32(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """
     if weight.dtype != torch.bfloat16 or remainder.dtype != torch.int16 or weight.shape != remainder.shape:
         raise ValueError(
-            f"A float32 weight is joined from bfloat16 and int16 of one shape, got {weight.dtype} {list(weight.shape)} and "
-            f"{remainder.dtype} {list(remainder.shape)}."
+            f"A float32 weight is joined from bfloat16 and int16 of one shape, got {weight.dtype} {list(weight.shape)} "
+            f"and {remainder.dtype} {list(remainder.shape)}."
         )
     high = weight.contiguous().view(torch.int16).to(torch.int32)
     return ((high << 16) + remainder.to(torch.int32)).view(torch.float32)

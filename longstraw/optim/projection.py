@@ -8,18 +8,21 @@ the rollout side the same matrix again. Nobody stores or sends A.
 
     key       64 bits: BLAKE2b of seed, draw and the parameter's name
     counter   64 bits: (row, number of the block of columns)
-    words     two of 32 bits: Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-              2011), checked against its published answers
+    words     two of 32 bits: Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2,
+              3", 2011), checked against its published answers
     entries   rademacher: each bit is one column, +1 or -1, so a block is 64 columns wide
               gaussian: each 16 bits are one column, so a block is 4 wide: the number u becomes the quantile
               (u + 1/2) / 2^16 of the normal distribution, on a grid of 2^-18, scaled to variance 1
 
-All of it is integer arithmetic without overflow (32-bit words in int64) and table look-ups, so entries of B are the same
-bits on every device and for every shard. They are exact in float32, Rademacher entries also in 16 bits; A's are one
-correctly rounded product away. The gaussian differs from a true normal by its bounded tails (at most 4.33 instead of
+All of it is integer arithmetic without overflow (32-bit words in int64) and table look-ups, so entries of B are the
+same bits on every device and for every shard. They are exact in float32, Rademacher entries also in 16 bits; A's are
+one correctly rounded product away. The gaussian differs from a true normal by its bounded tails (at most 4.33 instead of
 unbounded) and a kurtosis of 2.999 instead of 3; its variance is 1 to within 1e-9, which is what makes A^T A unbiased.
 
-Left out: orthogonal and structured projections, a cache of drawn words.
+The words are most of the work where a weight is small and its sketch is added to often, so they can be kept for as long
+as a draw lasts (`pack_columns`): 1 bit an entry of a Rademacher matrix. They are never saved or sent.
+
+Left out: orthogonal and structured projections.
 """
 
 import functools
@@ -39,7 +42,6 @@ _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 _PARITY = 0x1BD11BDA
 
 GAUSSIAN_GRID = 2.0**-18
-_LOOKUP_BITS = {"rademacher": 8, "gaussian": 16}
 _BITS_PER_ENTRY = {"rademacher": 1, "gaussian": 16}
 
 
@@ -68,14 +70,14 @@ class Projection:
         Raises:
             ValueError: in one sentence that names the flag.
         """
-        if self.kind not in _LOOKUP_BITS:
+        if self.kind not in _BITS_PER_ENTRY:
             raise ValueError(f"--logra-projection must be rademacher or gaussian, got {self.kind!r}.")
         if self.rank < 1:
             raise ValueError(f"--logra-rank must be at least 1, got {self.rank}.")
         if self.rank > self.columns:
             raise ValueError(
-                f"--logra-rank {self.rank} is above the {self.columns} input columns of {self.name}, so a sketch would be no "
-                "saving: lower the rank, or leave this weight out of the sketched ones."
+                f"--logra-rank {self.rank} is above the {self.columns} input columns of {self.name}, so a sketch "
+                "would be no saving: lower the rank, or leave this weight out of the sketched ones."
             )
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"--logra-seed must fit 64 bits, got {self.seed}.")
@@ -135,16 +137,51 @@ def unscaled_columns(
             f"Rows [{first}, {last}) and columns [{start}, {stop}) do not lie in A of {projection.name}, which is "
             f"{projection.rank} x {projection.columns}."
         )
-    if dtype not in (torch.float32, torch.float64) and projection.kind != "rademacher":
-        raise ValueError(f"--logra-projection {projection.kind} has entries that {dtype} would round: use float32.")
+    _check_dtype(projection.kind, dtype)
     width = projection.block_columns
-    first_block, end_block = start // width, -(-stop // width)
-    words = draw_words(projection, (first, last), (first_block, end_block), device)
-    bits = _LOOKUP_BITS[projection.kind]
-    index = (words[..., None] >> torch.arange(0, 32, bits, device=device)) & ((1 << bits) - 1)
-    table = _sign_table(dtype, device) if projection.kind == "rademacher" else _gaussian_table(dtype, device)
-    entries = table.index_select(0, index.flatten()).view(last - first, (end_block - first_block) * width)
-    return entries[:, start - first_block * width : stop - first_block * width]
+    blocks = (start // width, -(-stop // width))
+    entries = _expand_words(
+        draw_words(projection, (first, last), blocks, device), _value_table(projection.kind, dtype, device)
+    )
+    return entries[:, start - blocks[0] * width : stop - blocks[0] * width]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedColumns:
+    """The drawn words of some columns of A, and the tables that turn them into entries."""
+
+    projection: Projection
+    start: int
+    stop: int
+    words: torch.Tensor
+    """int32 [R, blocks, 2]: the words of 32 bits, as signed numbers."""
+
+    tables: dict[torch.dtype, torch.Tensor]
+    """By dtype, filled on first use."""
+
+    def entries(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """B[:, start:stop], as `unscaled_columns` gives it. The columns must lie in the packed ones."""
+        if not self.start <= start <= stop <= self.stop:
+            raise ValueError(
+                f"Columns [{start}, {stop}) of {self.projection.name} were not packed, only [{self.start}, "
+                f"{self.stop})."
+            )
+        _check_dtype(self.projection.kind, dtype)
+        if dtype not in self.tables:
+            self.tables[dtype] = _value_table(self.projection.kind, dtype, self.words.device)
+        width = self.projection.block_columns
+        first, end = start // width, -(-stop // width)
+        packed_from = self.start // width
+        entries = _expand_words(self.words[:, first - packed_from : end - packed_from], self.tables[dtype])
+        return entries[:, start - first * width : stop - first * width]
+
+
+def pack_columns(projection: Projection, start: int, stop: int, device: torch.device | str = "cpu") -> PackedColumns:
+    """Draw the words of columns [start, stop) once, to be used many times."""
+    width = projection.block_columns
+    words = draw_words(projection, (0, projection.rank), (start // width, -(-stop // width)), device)
+    signed = ((words ^ 0x80000000) - 0x80000000).to(torch.int32)
+    return PackedColumns(projection=projection, start=start, stop=stop, words=signed, tables={})
 
 
 def draw_words(
@@ -182,6 +219,23 @@ def naive_entry(projection: Projection, row: int, column: int) -> float:
     word, number = divmod(inside, 32 // bits)
     value = (mix_counter(projection.key, row, block)[word] >> (number * bits)) & ((1 << bits) - 1)
     return 2.0 * value - 1.0 if projection.kind == "rademacher" else _gaussian_levels()[value] * GAUSSIAN_GRID
+
+
+def _check_dtype(kind: str, dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.float64) and kind != "rademacher":
+        raise ValueError(f"--logra-projection {kind} has entries that {dtype} would round: use float32.")
+
+
+def _expand_words(words: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Words [rows, blocks, 2], signed or not, to entries [rows, all columns of the blocks]."""
+    bits = len(table).bit_length() - 1
+    shifts = torch.arange(0, 32, bits, dtype=words.dtype, device=words.device)
+    index = (words[..., None] >> shifts) & (len(table) - 1)
+    return table.index_select(0, index.flatten()).view(len(words), index[:1].numel() * table.shape[1])
+
+
+def _value_table(kind: str, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    return _sign_table(dtype, device) if kind == "rademacher" else _gaussian_table(dtype, device)
 
 
 def _sign_table(dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:

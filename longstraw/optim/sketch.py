@@ -1,13 +1,13 @@
-"""Gradient sketches: S = dY^T (X A^T), accumulated over every backward of a step, without the gradient ever being formed.
+"""Gradient sketches: S = dY^T (X A^T), accumulated over every backward of a step; the gradient is never formed.
 
-T tokens of a call, d rows and k columns of this rank's shard of a weight W, R sketch rank, A [R, k of the whole weight].
+T tokens of a call, d rows and k columns of this rank's shard of a weight W, R sketch rank, A [R, k of the whole W].
 
 The gradient of y = x W^T is G = dY^T X [d, k]. Its sketch G A^T is [d, R] whatever the shape of W: the projection is
 always on the right, the side of the inputs, and never chosen by comparing d with k. Multiplying from the right first
 costs R / d of the gradient's products.
 
-Sums are float32, float64 for float64 inputs. 16-bit inputs are multiplied as they are where the device adds the products
-in float32, and widened first elsewhere.
+Sums are float32, float64 for float64 inputs. 16-bit inputs are multiplied as they are where the device adds the
+products in float32, and widened first elsewhere.
 
 Tensor parallelism: a column-parallel weight holds rows of W, hence the same rows of S, complete. A row-parallel weight
 holds columns of W from `column_start` on and uses A's same columns; its S [d, R] is a partial sum to be added over TP.
@@ -18,7 +18,7 @@ Left out: a bias (its gradient is a vector and not sketched), weights stored [k,
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from longstraw.attention.wide_heads import matmul_wide
-from longstraw.optim.projection import Projection, project_columns, unscaled_columns
+from longstraw.optim.projection import PackedColumns, Projection, pack_columns, project_columns, unscaled_columns
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -55,8 +55,14 @@ class WeightSketch:
     sketch: torch.Tensor
     """S, [d, R] float32 (float64 for a float64 weight)."""
 
+    columns: int
+    """Columns of the shard."""
+
     column_start: int = 0
     limits: BlockLimits = BlockLimits()
+    packed: PackedColumns | None = field(init=False, default=None)
+    """A's drawn words, from the first addition of a draw on; only of a Rademacher matrix (1 bit an entry)."""
+
     anchor: torch.Tensor = field(init=False)
     """An empty leaf that asks for a gradient and never gets one: so the backward of `sketched_linear` runs also where
     neither the weight nor the input takes a gradient."""
@@ -64,17 +70,27 @@ class WeightSketch:
     def __post_init__(self) -> None:
         if self.sketch.dim() != 2 or self.sketch.shape[1] != self.projection.rank:
             raise ValueError(
-                f"The sketch of {self.projection.name} must be [d, {self.projection.rank}], got {list(self.sketch.shape)}."
+                f"The sketch of {self.projection.name} must be [d, {self.projection.rank}], got "
+                f"{list(self.sketch.shape)}."
             )
         self.anchor = torch.empty(0, device=self.sketch.device, requires_grad=True)
 
     @torch.no_grad()
     def add(self, grad_output: torch.Tensor, inputs: torch.Tensor) -> None:
         """Add one backward's part. grad_output [..., d], inputs [..., k] of this shard; no tokens are allowed."""
+        if self.packed is None and self.projection.kind == "rademacher":
+            stop = self.column_start + self.columns
+            self.packed = pack_columns(self.projection, self.column_start, stop, self.sketch.device)
         add_to_sketch(
             self.sketch, grad_output.flatten(0, -2), inputs.flatten(0, -2), self.projection,
-            column_start=self.column_start, limits=self.limits,
+            column_start=self.column_start, limits=self.limits, packed=self.packed,
         )  # fmt: skip
+
+    def restart(self, draw: int) -> None:
+        """Zero S and go on with the given draw of A: the start of a step."""
+        self.sketch.zero_()
+        if draw != self.projection.draw:
+            self.projection, self.packed = replace(self.projection, draw=draw), None
 
 
 def open_sketch(
@@ -96,7 +112,9 @@ def open_sketch(
         )
     dtype = torch.promote_types(weight.dtype, torch.float32)
     sketch = torch.zeros(weight.shape[0], projection.rank, dtype=dtype, device=weight.device)
-    return WeightSketch(projection=projection, sketch=sketch, column_start=column_start, limits=limits)
+    return WeightSketch(
+        projection=projection, sketch=sketch, columns=weight.shape[1], column_start=column_start, limits=limits
+    )
 
 
 def sketched_linear(x: torch.Tensor, weight: torch.Tensor, accumulator: WeightSketch) -> torch.Tensor:
@@ -115,11 +133,11 @@ def sketched_linear(x: torch.Tensor, weight: torch.Tensor, accumulator: WeightSk
     Raises:
         ValueError: x, weight and sketch do not fit.
     """
-    rows = accumulator.sketch.shape[0]
-    if weight.dim() != 2 or weight.shape[0] != rows or x.shape[-1] != weight.shape[1]:
+    shard = [accumulator.sketch.shape[0], accumulator.columns]
+    if list(weight.shape) != shard or x.shape[-1] != shard[1]:
         raise ValueError(
-            f"x [..., k], weight [d, k] and the sketch of {rows} rows do not fit: x {list(x.shape)}, weight "
-            f"{list(weight.shape)}, {accumulator.projection.name}."
+            f"x [..., k] {list(x.shape)}, weight [d, k] {list(weight.shape)} and the sketch of a {shard} shard of "
+            f"{accumulator.projection.name} do not fit."
         )
     return _SketchedLinear.apply(x, weight, accumulator.anchor, accumulator)
 
@@ -151,11 +169,12 @@ def perturbed_linear(
     row_scale: torch.Tensor | None = None,
     column_start: int = 0,
     limits: BlockLimits = BlockLimits(),
+    packed: PackedColumns | None = None,
 ) -> torch.Tensor:
     """x (W + step * U A)^T without forming W + step * U A: for probes, which never touch the weights.
 
-    With a number for `step` it is the finite-difference probe. With a dual scalar of value 0 and tangent 1 (forward-mode
-    autograd) the result's tangent is the derivative along U A plus what the tangent of x adds: the JVP probe.
+    With a number for `step` it is the finite-difference probe. With a dual scalar of value 0 and tangent 1
+    (forward-mode autograd) the result's tangent is the derivative along U A plus what x's tangent adds: the JVP probe.
 
     Args:
         x: [..., k] of this rank's columns; it may be dual.
@@ -166,7 +185,8 @@ def perturbed_linear(
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     projected = None
-    for columns, entries in blocks_of_columns(projection, column_start, weight.shape[1], limits, wide, x.device):
+    blocks = blocks_of_columns(projection, column_start, weight.shape[1], limits, wide, x.device, packed)
+    for columns, entries in blocks:
         part = x[..., columns].to(wide) @ entries.t()
         projected = part if projected is None else projected + part
     moved = (projected * projection.scale) @ direction.to(wide).t()
@@ -183,12 +203,14 @@ def add_to_sketch(
     *,
     column_start: int = 0,
     limits: BlockLimits = BlockLimits(),
+    packed: PackedColumns | None = None,
 ) -> None:
     """sketch += grad_output^T (inputs A^T), in place, a block of tokens and of columns at a time.
 
     Args:
         sketch: [d, R].
         grad_output: [T, d]; inputs: [T, k], whose columns are A's from column_start on. T may be 0.
+        packed: A's drawn words of these columns, if they were kept.
 
     Raises:
         ValueError: shapes do not fit.
@@ -204,9 +226,17 @@ def add_to_sketch(
     for start in range(0, tokens, limits.tokens):
         some = slice(start, start + limits.tokens)
         projected = torch.zeros(len(inputs[some]), projection.rank, dtype=sketch.dtype, device=sketch.device)
-        for part, entries in blocks_of_columns(projection, column_start, columns, limits, dtype, inputs.device):
-            projected += matmul_wide(inputs[None, some, part], entries.t()[None])[0]
+        for part, entries in blocks_of_columns(projection, column_start, columns, limits, dtype, inputs.device, packed):
+            projected += _multiply(inputs[some, part], entries.t())
         sketch += multiply_transposed(grad_output[some], projected.mul_(projection.scale))
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b in float32 or wider; 16-bit operands on a CUDA device stay 16-bit, with float32 sums."""
+    if a.is_cuda and a.dtype in HALF_TYPES:
+        return matmul_wide(a[None], b[None])[0]
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return a.to(wide) @ b.to(wide)
 
 
 def multiply_transposed(narrow: torch.Tensor, wide: torch.Tensor, *, in_halves: bool | None = None) -> torch.Tensor:
@@ -221,19 +251,28 @@ def multiply_transposed(narrow: torch.Tensor, wide: torch.Tensor, *, in_halves: 
         return narrow.t().to(wide.dtype) @ wide
     high = wide.to(torch.bfloat16)
     halves = torch.cat([high, (wide - high).to(torch.bfloat16)], 1)
-    first, second = matmul_wide(narrow.t()[None], halves[None])[0].to(wide.dtype).chunk(2, 1)
+    first, second = _multiply(narrow.t(), halves).to(wide.dtype).chunk(2, 1)
     return first + second
 
 
 def blocks_of_columns(
-    projection: Projection, column_start: int, columns: int, limits: BlockLimits, dtype: torch.dtype, device
+    projection: Projection,
+    column_start: int,
+    columns: int,
+    limits: BlockLimits,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    packed: PackedColumns | None = None,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """(columns of the shard, those of the unscaled B [R, n]), a bounded piece at a time."""
     step = limits.columns(projection)
     for start in range(0, columns, step):
         stop = min(start + step, columns)
         piece = (column_start + start, column_start + stop)
-        yield slice(start, stop), unscaled_columns(projection, *piece, dtype=dtype, device=device)
+        if packed is None:
+            yield slice(start, stop), unscaled_columns(projection, *piece, dtype=dtype, device=device)
+        else:
+            yield slice(start, stop), packed.entries(*piece, dtype)
 
 
 def naive_sketch(

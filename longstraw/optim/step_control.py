@@ -2,7 +2,7 @@
 
 C probe contexts of a call, V vocabulary entries of this rank, |P| probe contexts in all, T sampling temperature.
 
-With z the logits, zdot their derivative along the direction D, p = softmax(z / T), a step of alpha D moves the policy by
+With z the logits, zdot their derivative along the direction D, p = softmax(z / T), a step alpha D moves the policy by
 
     KL(alpha) = q alpha^2 + O(alpha^3),     q = 1 / (2 |P| T^2) * sum over contexts of Var_{v~p}[zdot_v]
 

@@ -106,7 +106,7 @@ def projection_gram(
     device: torch.device | str = "cpu",
     limits: BlockLimits = BlockLimits(),
 ) -> torch.Tensor:
-    """A A^T over the columns of a shard (None: all from column_start on), [R, R]. Adds up over a row-parallel weight's shards."""
+    """A A^T over a shard's columns (None: all from column_start on), [R, R]; those of a row-parallel weight add up."""
     columns = projection.columns - column_start if columns is None else columns
     gram = torch.zeros(projection.rank, projection.rank, dtype=dtype, device=device)
     for _, entries in blocks_of_columns(projection, column_start, columns, limits, dtype, device):

@@ -1,4 +1,4 @@
-"""The ranks of `test_optim_ranks.py`: sketches, RowAdam and predicted KL over ranks equal one rank's, float64, no Megatron."""
+"""The ranks of `test_optim_ranks.py`: sketches, RowAdam and predicted KL equal one rank's, float64, no Megatron."""
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,9 @@ def check_tokens_and_columns(rank, ranks):
     expected = naive_sketch(grad, x, drawn)
     for first in (0, 1, 33, 70):
         columns = cut(70, rank, ranks, first)
-        part = open_sketch(weight[:, columns], drawn, column_start=columns.start, limits=BlockLimits(tokens=4, entries=1))
+        part = open_sketch(
+            weight[:, columns], drawn, column_start=columns.start, limits=BlockLimits(tokens=4, entries=1)
+        )
         sketched_linear(x[:, columns], weight[:, columns], part).backward(grad)
         all_reduce_sketches([part.sketch], dist.group.WORLD)
         torch.testing.assert_close(part.sketch, expected, **CLOSE)

@@ -1,4 +1,4 @@
-"""What the sketch tests share: random matrices, a projection, and a probe of the largest tensor that an operation makes."""
+"""What the sketch tests share: random matrices, a projection, a probe of the largest tensor that an operation makes."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

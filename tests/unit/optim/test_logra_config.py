@@ -52,8 +52,9 @@ def test_draws():
 
 
 @pytest.mark.parametrize("change", [
-    dict(logra_rank=0), dict(logra_refresh=-1), dict(logra_seed=2**63), dict(logra_projection="uniform"), dict(logra_masters="none"),
-    dict(logra_update_ratio=0.0), dict(logra_update_ratio=float("nan")), dict(logra_beta2=1.0), dict(logra_beta2=float("nan")),
+    dict(logra_rank=0), dict(logra_refresh=-1), dict(logra_seed=2**63), dict(logra_projection="uniform"),
+    dict(logra_masters="none"), dict(logra_update_ratio=0.0), dict(logra_update_ratio=float("nan")),
+    dict(logra_beta2=1.0), dict(logra_beta2=float("nan")),
     dict(kl_budget=-1e-4), dict(kl_budget=float("inf")), dict(kl_budget_final=0.0), dict(kl_budget_final=1e-3),
     dict(kl_budget_steps=0), dict(kl_alpha_max=0.0), dict(kl_probe="forward"), dict(kl_probe_scope="prompt"),
     dict(kl_probe_tokens=0), dict(kl_probe_responses=0), dict(kl_probe_step=0.0), dict(kl_mismatch_weight=0.0),

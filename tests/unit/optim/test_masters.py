@@ -12,7 +12,8 @@ def from_bits(bits):
 
 
 # Every upper half, with lower halves around both of its ends and the half-way value.
-ALL_BITS = ((torch.arange(65536) << 16)[:, None] + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xABCD, 0xFFFF])).flatten()
+LOWER = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xABCD, 0xFFFF])
+ALL_BITS = ((torch.arange(65536) << 16)[:, None] + LOWER).flatten()
 
 
 def test_every_pattern_comes_back():
@@ -44,7 +45,8 @@ def test_infinities_and_nan_stay():
 def test_shapes_and_strides(shape):
     full = torch.randn(shape[1], shape[0], generator=torch.Generator().manual_seed(0)).t()
     weight, remainder = split_float32(full)
-    assert weight.shape == remainder.shape == shape and weight.dtype == torch.bfloat16 and remainder.dtype == torch.int16
+    assert weight.shape == remainder.shape == shape
+    assert weight.dtype == torch.bfloat16 and remainder.dtype == torch.int16
     assert torch.equal(join_float32(weight, remainder), full)
     assert torch.equal(join_float32(weight[:, ::2], remainder[:, ::2]), full[:, ::2])
 

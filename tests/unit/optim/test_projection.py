@@ -25,7 +25,8 @@ KINDS = ("rademacher", "gaussian")
 
 
 def projection(**changes):
-    return Projection(**(dict(name="decoder.layers.0.mlp.linear_fc1.weight", rank=5, columns=203, seed=7, draw=3) | changes))
+    given = dict(name="decoder.layers.0.mlp.linear_fc1.weight", rank=5, columns=203, seed=7, draw=3)
+    return Projection(**(given | changes))
 
 
 @pytest.mark.parametrize("rounds, counter, key, expected", [
@@ -60,7 +61,8 @@ def test_every_piece_equals_the_naive_entries(data, kind, rank, columns):
     first = data.draw(st.integers(0, drawn.rank))
     last = data.draw(st.integers(first, drawn.rank))
     got = unscaled_columns(drawn, start, stop, dtype=torch.float64, rows=(first, last))
-    assert got.tolist() == [[naive_entry(drawn, row, column) for column in range(start, stop)] for row in range(first, last)]
+    expected = [[naive_entry(drawn, row, column) for column in range(start, stop)] for row in range(first, last)]
+    assert got.tolist() == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,7 +133,9 @@ def test_a_rank_as_large_as_the_columns_is_allowed():
     assert project_columns(projection(rank=203), 0, 203, dtype=torch.float32).shape == (203, 203)
 
 
-@pytest.mark.parametrize("start, stop, rows", [(-1, 3, None), (5, 4, None), (0, 204, None), (0, 3, (0, 6)), (0, 3, (2, 1))])
+@pytest.mark.parametrize("start, stop, rows", [
+    (-1, 3, None), (5, 4, None), (0, 204, None), (0, 3, (0, 6)), (0, 3, (2, 1)),
+])
 def test_refuses_pieces_outside_the_matrix(start, stop, rows):
     with pytest.raises(ValueError, match="do not lie in A of decoder"):
         unscaled_columns(projection(), start, stop, dtype=torch.float32, rows=rows)
@@ -146,6 +150,8 @@ FIXED = {
     "key": (44787775, 2615440319),
     "words": [3875281315, 1968224922],
     "rademacher": [1.0, 1.0, -1.0, 1.0, 1.0, 1.0, "a1875da3b1bfbe5c"],
-    "gaussian": [0.29944610595703125, 0.4959259033203125, -0.9334907531738281, -0.09939956665039062, 1.3083763122558594, -0.57257080078125, "c67a46cbcd2fbe17"],
+    "gaussian": [
+        0.29944610595703125, 0.4959259033203125, -0.9334907531738281, -0.09939956665039062, 1.3083763122558594,
+        -0.57257080078125, "c67a46cbcd2fbe17"],
     "levels": "7a9bd08d44ab3319",
 }

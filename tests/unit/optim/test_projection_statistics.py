@@ -1,4 +1,4 @@
-"""The entries of A behave like independent draws: means, variances, and correlations of rows, columns, draws, names, seeds.
+"""Entries of A behave like independent draws: means, variances, correlations of rows, columns, draws, names and seeds.
 
 Fixed seeds, so nothing here is a matter of luck; bounds are those of independent draws.
 """
@@ -20,7 +20,7 @@ def draw(kind, **changes):
 
 
 def assert_uncorrelated(a, b=None):
-    """Correlations of the rows of a (with those of b) have the size that independent rows of n entries give, 1/sqrt(n)."""
+    """Correlations of a's rows (with b's) have the size that independent rows of n entries give: 1/sqrt(n)."""
     n = a.shape[1]
     found = a @ (a if b is None else b).t() / n
     if b is None:
@@ -84,7 +84,7 @@ def test_products_of_four_entries_are_uncorrelated(kind):
 
 @pytest.mark.parametrize("poor", [
     lambda row: torch.stack([row.roll(shift) for shift in range(ROWS)]),  # shifted copies of one good row
-    lambda row: torch.stack([row[torch.arange(COLUMNS) ^ (64 * shift)] for shift in range(ROWS)]),  # blocks in another order
+    lambda row: torch.stack([row[torch.arange(COLUMNS) ^ (64 * shift)] for shift in range(ROWS)]),  # reordered
 ])
 def test_a_poor_generator_is_seen(poor):
     with pytest.raises(AssertionError):

@@ -98,7 +98,8 @@ def test_row_statistics_survive_a_new_draw():
     """Under every A a row's mean square estimates ||G_i||^2 / R."""
     generator = torch.Generator().manual_seed(3)
     rank, scales = 16, 10.0 ** torch.linspace(-2, 2, 6, dtype=F64)
-    outputs, inputs = torch.randn(50, 6, generator=generator, dtype=F64) * scales, torch.randn(50, 96, generator=generator, dtype=F64)
+    outputs = torch.randn(50, 6, generator=generator, dtype=F64) * scales
+    inputs = torch.randn(50, 96, generator=generator, dtype=F64)
     moment, steps = torch.zeros(6, dtype=F64), 120
     for step in range(1, steps + 1):
         projection = Projection(name="w", rank=rank, columns=96, seed=0, draw=step)

@@ -1,4 +1,4 @@
-"""Gradient sketches against dense G A^T: odd sizes, shards, experts, precision; what autograd sees; what exists at once."""
+"""Gradient sketches against dense G A^T: odd sizes, shards, experts, precision, autograd, and what exists at once."""
 
 import weakref
 
@@ -8,7 +8,7 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from longstraw.optim.projection import project_columns
+from longstraw.optim.projection import pack_columns, project_columns, unscaled_columns
 from longstraw.optim.sketch import (
     BlockLimits,
     WeightSketch,
@@ -199,6 +199,37 @@ def test_neither_the_gradient_nor_the_projection_ever_exists():
     assert largest.numel == rows * columns  # the probe sees G
 
 
+@pytest.mark.parametrize("start, stop", [(0, 203), (70, 71), (64, 203), (3, 130), (5, 5)])
+def test_packed_words_give_the_same_entries(start, stop):
+    for kind in ("rademacher", "gaussian"):
+        drawn = projection(5, 203, kind=kind)
+        packed = pack_columns(drawn, start, stop)
+        assert packed.words.dtype == torch.int32
+        for a, b in ((start, stop), (start, (start + stop) // 2), (stop, stop), ((start + stop) // 2, stop)):
+            for dtype in (torch.float32, F64):
+                assert torch.equal(packed.entries(a, b, dtype), unscaled_columns(drawn, a, b, dtype=dtype))
+        with pytest.raises(ValueError, match=r"were not packed, only \["):
+            packed.entries(start, stop + 1, F64)
+        if kind == "gaussian":
+            with pytest.raises(ValueError, match="gaussian has entries"):
+                packed.entries(start, stop, torch.bfloat16)
+
+
+def test_words_are_kept_for_a_draw_and_no_longer():
+    outputs, inputs = draw(5, 6), draw(5, 300, seed=1)
+    accumulator = open_sketch(torch.empty(6, 300, dtype=F64), projection(16, 300))
+    accumulator.add(outputs, inputs)
+    first = accumulator.packed
+    assert first.words.nbytes == 16 * 320 // 8  # one bit an entry, to a multiple of 64 columns
+    accumulator.add(outputs, inputs)
+    accumulator.restart(2)
+    assert accumulator.packed is first and accumulator.sketch.eq(0).all()
+    accumulator.restart(3)
+    assert accumulator.packed is None
+    accumulator.add(outputs, inputs)
+    assert relative(accumulator.sketch, naive_sketch(outputs, inputs, projection(16, 300, draw=3))) <= 1e-12
+
+
 def test_the_accumulator_of_a_4096_square_is_one_mebibyte():
     weight = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
     assert open_sketch(weight, projection(64, 4096)).sketch.nbytes == 2**20
@@ -217,8 +248,9 @@ def test_perturbed_linear_equals_the_moved_weight(with_scale, limits):
     expected = F.linear(x, weight + 0.3 * moved @ project_columns(drawn, 0, 70, dtype=F64))
     got = perturbed_linear(x, weight, direction, drawn, 0.3, row_scale=scale, limits=limits)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    given = dict(row_scale=scale, limits=limits)
     shards = [
-        perturbed_linear(x[..., a:b], weight[:, a:b], direction, drawn, 0.3, row_scale=scale, column_start=a, limits=limits)
+        perturbed_linear(x[..., a:b], weight[:, a:b], direction, drawn, 0.3, column_start=a, **given)
         for a, b in ((0, 33), (33, 70))
     ]
     torch.testing.assert_close(sum(shards), expected, rtol=1e-12, atol=1e-12)
@@ -253,7 +285,7 @@ def test_refuses_what_does_not_fit():
         with pytest.raises(ValueError, match="do not lie in its 9 columns"):
             open_sketch(torch.empty(4, columns), drawn, column_start=start)
     with pytest.raises(ValueError, match=r"must be \[d, 3\]"):
-        WeightSketch(projection=drawn, sketch=torch.zeros(4, 2))
+        WeightSketch(projection=drawn, sketch=torch.zeros(4, 2), columns=9)
     accumulator = open_sketch(torch.empty(4, 9), drawn)
     for x, weight in ((torch.empty(5, 8), torch.empty(4, 9)), (torch.empty(5, 9), torch.empty(9, 4))):
         with pytest.raises(ValueError, match="do not fit"):

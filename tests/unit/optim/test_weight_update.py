@@ -38,7 +38,8 @@ def test_a_shard_gets_its_part():
 
 def test_shards_at_tile_boundaries_have_the_bits_of_the_whole():
     """Masters sharded by rows over data-parallel ranks, and the rollout side that holds the whole weight."""
-    drawn, weight, sketch = projection(16, 200), draw(20, 200, dtype=torch.float32), draw(20, 16, seed=1, dtype=torch.float32)
+    drawn, weight = projection(16, 200), draw(20, 200, dtype=torch.float32)
+    sketch = draw(20, 16, seed=1, dtype=torch.float32)
     shards = [weight[a:b].clone() for a, b in ((0, 8), (8, 16), (16, 20))]
     for a, shard in zip((0, 8, 16), shards):
         apply_update(shard, sketch[a : a + len(shard)], drawn, 1e-3, rows_at_once=4)
@@ -59,7 +60,7 @@ def test_a_remainder_gives_the_bits_of_a_float32_master():
 
 @pytest.mark.parametrize("masters", ["float32", "remainder"])
 def test_a_thousand_tiny_updates_arrive(masters):
-    """||dW|| = 6e-5 ||W|| each, the reference update ratio, half of them in one direction; bfloat16 alone loses them."""
+    """||dW|| = 6e-5 ||W|| each, the reference update ratio, with a common drift; bfloat16 alone loses them."""
     rows, columns, rank, ratio, steps = 16, 192, 8, 6e-5, 1000
     start = draw(rows, columns, dtype=torch.float32).mul_(0.02)
     master, (weight, remainder) = start.clone(), split_float32(start)
@@ -103,7 +104,8 @@ def test_norms_of_the_change_without_the_change():
     whole = project_columns(drawn, 0, 203, dtype=F64)
     gram = projection_gram(drawn, dtype=F64, limits=TINY)
     torch.testing.assert_close(gram, whole @ whole.t(), rtol=1e-13, atol=1e-13)
-    parts = [projection_gram(drawn, dtype=F64, column_start=a, columns=b - a) for a, b in ((0, 50), (50, 50), (50, 203))]
+    cuts = ((0, 50), (50, 50), (50, 203))
+    parts = [projection_gram(drawn, dtype=F64, column_start=a, columns=b - a) for a, b in cuts]
     torch.testing.assert_close(sum(parts), gram, rtol=1e-13, atol=1e-13)
     for row_scale in (None, scale):
         change = sketch @ whole if row_scale is None else (row_scale[:, None] * sketch) @ whole
@@ -130,7 +132,10 @@ def test_the_cosine_needs_norms_only():
     (dict(sketch=torch.zeros(5, 3)), r"by a sketch \[d, 3\]"),
     (dict(row_scale=torch.zeros(5)), r"row_scale must be \[4\]"),
     (dict(remainder=torch.zeros(4, 9, dtype=torch.int16)), "beside a bfloat16 weight, got torch.int16"),
-    (dict(weight=torch.zeros(4, 9, dtype=torch.bfloat16), remainder=torch.zeros(4, 9, dtype=torch.int32)), "A remainder is int16"),
+    (
+        dict(weight=torch.zeros(4, 9, dtype=torch.bfloat16), remainder=torch.zeros(4, 9, dtype=torch.int32)),
+        "A remainder is int16",
+    ),
     (dict(weight=torch.zeros(4, 10)), "do not lie in A of w"),
     (dict(rows_at_once=0), "rows_at_once must be at least 1"),
 ])
