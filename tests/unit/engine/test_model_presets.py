@@ -13,7 +13,7 @@ from longstraw.adapters.decoder import rotary_rows
 from longstraw.attention.layout import BlockLayout
 from megatron.grpo.model_provider import pad_vocab_size
 from megatron.grpo.presets import PRESETS, get_preset
-from megatron.grpo.sharding import section_sizes, shard_parameter, unshard_parameter
+from megatron.grpo.sharding import is_expert, section_sizes, shard_parameter, unshard_parameter, whole_name
 from tests.support.dense import compare_gradients
 from tests.support.models import (
     build_pair, dense_of, draw_group, get_pair, get_small_hybrid, one_rank, replay_gradients,
@@ -104,6 +104,19 @@ def test_cut_and_joined_weights_are_the_same_bits(preset):
         assert torch.equal(unshard_parameter(name, shards, pair.preset), parameter), name
         if "norm" not in name:
             assert shards[0].numel() * 2 == parameter.numel(), name
+
+
+@pytest.mark.parametrize("name, of_all", [
+    ("decoder.layers.3.mlp.experts.local_experts.1.linear_fc1.weight",
+     "decoder.layers.3.mlp.experts.local_experts.13.linear_fc1.weight"),
+    ("decoder.layers.3.mlp.experts.linear_fc2.weight0", "decoder.layers.3.mlp.experts.linear_fc2.weight12"),
+    ("decoder.layers.3.mlp.shared_experts.linear_fc1.weight", "decoder.layers.3.mlp.shared_experts.linear_fc1.weight"),
+    ("decoder.layers.3.mlp.router.weight", "decoder.layers.3.mlp.router.weight"),
+])
+def test_an_expert_is_named_by_its_number_of_all(name, of_all):
+    """Rank 3 of 4 has the experts 12 to 15 of 16."""
+    assert whole_name(name, 16, 3, 4) == of_all and whole_name(name, 16, 0, 1) == name
+    assert is_expert(name) == (name != of_all)
 
 
 def test_every_section_of_a_fused_weight_is_cut():
