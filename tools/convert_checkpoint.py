@@ -126,9 +126,9 @@ def write_megatron(args) -> None:
 
 def export_megatron(args) -> dict:
     """Export a checkpoint; the report."""
-    from megatron.grpo.conversion.checkpoint_folder import HF_FOLDER, find_iteration, read_preset
+    from megatron.grpo.conversion.checkpoint_folder import HF_FOLDER, find_iteration
     from megatron.grpo.conversion.hf_reader import read_config
-    from megatron.grpo.presets import get_preset
+    from megatron.grpo.presets import get_preset, read_preset
 
     iteration = find_iteration(args.load, args.ckpt_step)
     preset = get_preset(args.model_preset) if args.model_preset else read_preset(args.load)

@@ -321,8 +321,6 @@ def _check_device(args: Namespace, cuda: bool, fused_adam: bool) -> list[str]:
 
 def _check_checkpoints(args: Namespace) -> list[str]:
     found = []
-    if args.save and not args.save_interval:
-        found.append("--save needs --save-interval, the number of steps from one checkpoint to the next")
     if args.save_interval is not None and args.save_interval < 1:
         found.append(f"--save-interval must be at least 1, not {args.save_interval}")
     if args.save_interval and not args.save:

@@ -22,8 +22,9 @@ class RunConfig:
     """The run: model, outputs, evaluation and the reference policy."""
 
     model_preset: Optional[str] = None
-    """Architecture, by name (see megatron/grpo/presets/). It sets the defaults of Megatron's model flags; a flag
-    given explicitly wins. Required."""
+    """Architecture, by name: qwen3.6-27b, glm-5.2, smollm2-135m, or small ones to try things on: tiny-qwen3.6, tiny-llama,
+    tiny-qwen3, tiny-glm5.2 (all: megatron/grpo/presets/). It sets the defaults of Megatron's model flags; a flag given
+    explicitly wins, so that another size of a family is its preset and a few flags. Required."""
 
     output_dir: Optional[str] = None
     """Folder of metrics, plots, TensorBoard events and the receipt. Default: runs/ and the preset's name. Two runs

@@ -56,7 +56,7 @@ def convert_on_ranks(folder: Path) -> dict:
 def share_experts_on_ranks(folder: Path, tokens: torch.Tensor) -> dict:
     """The same at expert parallel 2, the HF folder in bfloat16 imported by the tool as under torchrun."""
     from megatron.grpo.conversion.build import start_groups
-    from megatron.grpo.conversion.checkpoint_folder import read_preset
+    from megatron.grpo.presets import read_preset
     from megatron.grpo.conversion.megatron_checkpoint import load_model_weights
     from megatron.grpo.conversion.weights import export_weights
     from tools.convert_checkpoint import convert, parse_arguments

@@ -10,16 +10,14 @@ A training run's folder has iter_0000010/ and the like instead of release/ (see 
 Left out: what is in an iteration's folder (see `megatron_checkpoint`). Nothing here needs Megatron.
 """
 
-import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
 
 from megatron.grpo.checkpoint_folders import TRACKER, find_checkpoint
 from megatron.grpo.conversion.hf_writer import copy_tokenizer, write_json
-from megatron.grpo.presets import ModelPreset
+from megatron.grpo.presets import PRESET_FILE, ModelPreset
 
-PRESET_FILE = "longstraw_model.json"
 HF_FOLDER = "huggingface"
 
 
@@ -45,14 +43,3 @@ def keep_hf_files(folder: str | Path, hf_folder: str | Path) -> list[str]:
 def write_preset(folder: str | Path, preset: ModelPreset) -> None:
     """Write the architecture beside a checkpoint."""
     write_json(Path(folder) / PRESET_FILE, asdict(preset))
-
-
-def read_preset(folder: str | Path) -> ModelPreset:
-    """The architecture of a checkpoint. Raises ValueError where it is missing or has unknown fields."""
-    path = Path(folder) / PRESET_FILE
-    if not path.is_file():
-        raise ValueError(f"--load {folder} does not say its architecture: it has no {PRESET_FILE}")
-    try:
-        return ModelPreset(**json.loads(path.read_text()))
-    except (TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a model description ({error})") from error

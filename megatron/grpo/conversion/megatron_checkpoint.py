@@ -18,9 +18,9 @@ from megatron.core.models.gpt import GPTModel
 from longstraw.patches.checkpoint_writer import results_in_process
 from longstraw.patches.device import cuda_means_cpu
 from megatron.grpo.checkpoint_folders import RELEASE, commit_partial, open_partial, read_tracker
-from megatron.grpo.conversion.checkpoint_folder import find_iteration, read_preset, write_preset
+from megatron.grpo.conversion.checkpoint_folder import find_iteration, write_preset
 from megatron.grpo.conversion.hf_reader import list_names
-from megatron.grpo.presets import ModelPreset
+from megatron.grpo.presets import ModelPreset, read_preset
 
 
 def save_model_weights(folder: str | Path, model: GPTModel, preset: ModelPreset) -> Path:

@@ -18,10 +18,11 @@ from conversion_models import (
 from megatron.grpo.conversion.architecture import preset_from_hf_config
 from megatron.grpo.conversion.build import build_blank_model
 from megatron.grpo.checkpoint_folders import TRACKER
-from megatron.grpo.conversion.checkpoint_folder import find_iteration, read_preset
+from megatron.grpo.conversion.checkpoint_folder import find_iteration
 from megatron.grpo.conversion.hf_reader import HFReader
 from megatron.grpo.conversion.megatron_checkpoint import load_model_weights, save_model_weights
 from megatron.grpo.conversion.weights import export_weights, hf_tensors, import_weights
+from megatron.grpo.presets import get_preset, read_preset
 from tools.convert_checkpoint import convert, parse_arguments
 
 
@@ -135,6 +136,7 @@ def test_a_checkpoint_of_another_model_is_refused(groups, tmp_path):
     save_mixed("llama", tmp_path / "hf", dtype=torch.float32)
     run_tool("--hf-to-megatron", "--load", tmp_path / "hf", "--save", tmp_path / "megatron")
     preset = read_preset(tmp_path / "megatron")
+    assert get_preset(str(tmp_path / "megatron")) == preset  # --model-preset takes the folder
     wider = build_blank_model(dataclasses.replace(preset, ffn_hidden_size=96), groups, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"linear_fc1.weight \[4, 160, 48\] instead of \[4, 192, 48\]"):
         load_model_weights(tmp_path / "megatron", wider)
