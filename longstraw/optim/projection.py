@@ -16,8 +16,8 @@ the rollout side the same matrix again. Nobody stores or sends A.
 
 All of it is integer arithmetic without overflow (32-bit words in int64) and table look-ups, so entries of B are the
 same bits on every device and for every shard. They are exact in float32, Rademacher entries also in 16 bits; A's are
-one correctly rounded product away. The gaussian differs from a true normal by its bounded tails (at most 4.33 instead of
-unbounded) and a kurtosis of 2.999 instead of 3; its variance is 1 to within 1e-9, which is what makes A^T A unbiased.
+one correctly rounded product away. The gaussian differs from a true normal by its bounded tails (at most 4.33) and a
+kurtosis of 2.999 instead of 3; its variance is 1 to within 1e-9, which is what makes A^T A unbiased.
 
 The words are most of the work where a weight is small and its sketch is added to often, so they can be kept for as long
 as a draw lasts (`pack_columns`): 1 bit an entry of a Rademacher matrix. They are never saved or sent.
