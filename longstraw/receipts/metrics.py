@@ -4,6 +4,7 @@ A run that resumes from step s cuts the lines after s (those steps are run again
 that the file always tells one run's story with each step once. Left out: reading across runs, and any averaging.
 """
 
+import itertools
 import json
 import math
 import os
@@ -106,6 +107,13 @@ def open_tensorboard(directory: str | os.PathLike, resumed_step: int = 0, *, que
     return SummaryWriter(os.fspath(directory), max_queue=queue_size, purge_step=resumed_step + 1)
 
 
+def _set_aside(path: Path) -> None:
+    """Keep an earlier run's metrics, if there are any, under the first free name: metrics-1.jsonl, metrics-2.jsonl, ..."""
+    if path.exists() and path.stat().st_size:
+        names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(1))
+        path.rename(next(name for name in names if not name.exists()))
+
+
 class MetricsWriter:
     """Appends each step's metrics to DIRECTORY/metrics.jsonl, on rank 0 alone, and mirrors them to the writers given.
 
@@ -127,6 +135,8 @@ class MetricsWriter:
         self._file: int | None = None
         if rank == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not resumed_step:
+                _set_aside(self.path)
             if self.path.exists() and (kept := cut_after(self.path, resumed_step if resumed_step else -1)):
                 self.last_step = kept[-1]["step"]
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -23,10 +23,11 @@ from longstraw.sweeps import ReplayEngine
 def decode_group(
     engine: ReplayEngine, prompt: torch.Tensor, state: SegmentState, *, group_size: int, config: SamplingConfig,
     stop_ids: frozenset[int], generator: torch.Generator, prompt_id: str = "", weight_version: int = 0,
+    num_tokens: int | None = None,
 ) -> list[Sample]:
     """Sample `group_size` responses to a prompt [1, P] from its captured state; the state is left as it was.
 
-    generator: on the CPU, in the same state on every rank of tensor and context parallelism.
+    num_tokens: ids from here on are not sampled (a model may have more rows than its tokenizer has tokens). generator: on the CPU, in the same state on every rank of tensor and context parallelism.
     """
     inputs = prompt.new_zeros(group_size, config.max_response_length)
     inputs[:, 0] = prompt[0, -1]
@@ -38,6 +39,8 @@ def decode_group(
         hidden = engine.run_forward(segment, decoding, position)
         engine.forget_block(decoding, position)
         logits = last_token_logits(engine.model, hidden, decoding.plan[position], engine.vocab_size)
+        if num_tokens is not None:
+            logits[:, num_tokens:] = -torch.inf
         # one row of numbers per response, stopped or not: a response does not depend on when others stop
         uniform_rows = sample_tokens(_spread(logits, active, group_size), config, generator)
         tokens = uniform_rows.token_ids[active].tolist()

@@ -20,7 +20,7 @@ from longstraw.segments import Segment, SegmentState, response_segment
 class PromptGroup:
     """One prompt [1, P] and its sampled responses.
 
-    rewards, advantages: one a response. kept: whether a response takes part in the loss. old_logprobs, ref_logprobs:
+    rewards, advantages: one a response. scored: whether it has a reward. kept: whether it takes part in the loss. old_logprobs, ref_logprobs:
     [T] each, once scored. state: the prompt's captured state while it is alive.
     """
 
@@ -28,6 +28,7 @@ class PromptGroup:
     prompt: torch.Tensor
     samples: list[Sample]
     rewards: list[float] = field(default_factory=list)
+    scored: list[bool] = field(default_factory=list)
     kept: list[bool] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
     old_logprobs: list[torch.Tensor] | None = None

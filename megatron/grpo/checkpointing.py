@@ -14,6 +14,7 @@ mismatch. Left out: legacy formats, asynchronous saves, converting between optim
 """
 
 import json
+import os
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -36,10 +37,11 @@ from megatron.grpo.checkpoint_folders import (
     RELEASE, checkpoint_folder, commit_partial, drop_previous, find_checkpoint, open_partial, read_tracker,
     write_whole,
 )
-from megatron.grpo.conversion.checkpoint_folder import PRESET_FILE
 from megatron.grpo.conversion.megatron_checkpoint import sharded_weights
 from megatron.grpo.optimizer import fit_loaded_state
+from megatron.grpo.presets import PRESET_FILE
 from megatron.grpo.random_states import collect_random_states, restore_random_states
+from megatron.grpo.schedule_check import compare_schedules
 
 _FORMAT = 1
 
@@ -173,6 +175,11 @@ def load_checkpoint(
         want_random=not weights_only and not args.no_load_rng, optimizer_flags=_optimizer_flags(args),
         topology=_topology(groups),
     )
+    keep_schedule = args.use_checkpoint_opt_param_scheduler
+    if want_optimizer and not (keep_schedule or args.override_opt_param_scheduler):
+        difference = compare_schedules(path, common["opt_param_scheduler"], scheduler.state_dict())
+        if difference:
+            raise ValueError(difference)
     metadata = _metadata(args.use_distributed_optimizer, groups)
     with cuda_means_cpu():
         weights = sharded_weights(model)
@@ -184,9 +191,12 @@ def load_checkpoint(
         loaded = dist_checkpointing.load(wanted, str(path))
         _fill(model, loaded["model"])
         if want_optimizer:
-            optimizer.load_state_dict(fit_loaded_state(optimizer, loaded["optimizer"]))
+            state = fit_loaded_state(optimizer, loaded["optimizer"], keep_rates=keep_schedule)
+            optimizer.load_state_dict(state)
+            saved = common["opt_param_scheduler"]
+            schedule = saved if keep_schedule else scheduler.state_dict() | {"num_steps": saved["num_steps"]}
             scheduler.num_steps = 0  # load_state_dict adds the saved steps to those taken
-            scheduler.load_state_dict(common["opt_param_scheduler"])
+            scheduler.load_state_dict(schedule)
         elif optimizer is not None:
             optimizer.reload_model_params()
     if want_random:
@@ -228,6 +238,25 @@ def _fill(model: torch.nn.Module, weights: dict) -> None:
     missing = [name for name in missing if not name.endswith("_extra_state")]
     if missing or unexpected:
         raise RuntimeError(f"the loaded weights lack {missing} and have {unexpected} beyond the model's")
+
+
+def refuse_foreign_checkpoints(args: Namespace) -> None:
+    """Raise ValueError, on every rank, where --save holds checkpoints that this run does not go on from. Collective.
+
+    A run that starts afresh there would overwrite some of them and leave others, which a later --load would take up.
+    """
+
+    def look():
+        if not args.save or (args.load and os.path.realpath(args.load) == os.path.realpath(args.save)):
+            return
+        found = find_checkpoint(args.save)
+        if found is not None:
+            raise ValueError(
+                f"--save {args.save} holds a checkpoint of step {found[1]} already: give --load {args.save} to go on from "
+                "it, or another folder"
+            )
+
+    _on_rank_0(look)
 
 
 def find_reference(args: Namespace, reference_checkpoint: str | None, resumed: ResumedRun | None) -> str | None:

@@ -2,7 +2,11 @@
 
 The prompts and their random numbers are the same at every evaluation, so that two evaluations differ by the weights
 alone. Prompts are shared out over data-parallel replicas.
+
+A reward that fails is treated as in training: it counts 0, is left out of the mean, or ends the run (--reward-failure).
 """
+
+import math
 
 import torch
 import torch.distributed as dist
@@ -12,14 +16,16 @@ from megatron.grpo.rollouts import Rollouts
 
 
 def evaluate(rollouts: Rollouts, prompts: list[Prompt], dp: dist.ProcessGroup) -> float:
-    """Mean reward over `prompts`, equal on every rank. A reward that fails counts 0."""
+    """Mean reward over `prompts`, equal on every rank; NaN where --reward-failure mask leaves none.
+
+    Raises RewardFailure under --reward-failure stop.
+    """
     own = prompts[dp.rank() :: dp.size()]
     groups = [rollouts.sample(prompt, 1, "evaluation", keep_state=False, version=0) for prompt in own]
     rollouts.step.engine.finish_phase()
     if own:
-        rollouts.score(own, groups, policy="zero")
-    total = torch.tensor(
-        [sum(sum(group.rewards) for group in groups), float(len(own))], dtype=torch.float64, device=rollouts.device
-    )
+        rollouts.score(own, groups)
+    rewards = [reward for group in groups for reward, kept in zip(group.rewards, group.kept) if kept]
+    total = torch.tensor([sum(rewards), float(len(rewards))], dtype=torch.float64, device=rollouts.device)
     dist.all_reduce(total, group=dp)
-    return (total[0] / total[1]).item()
+    return (total[0] / total[1]).item() if total[1] else math.nan

@@ -71,8 +71,14 @@ def open_moments(optimizer: MegatronOptimizer) -> None:
             }
 
 
-def fit_loaded_state(optimizer: MegatronOptimizer, loaded: dict) -> dict:
+_RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
+"""What the schedules read of a parameter group, and Megatron recognises a saved group by."""
+
+
+def fit_loaded_state(optimizer: MegatronOptimizer, loaded: dict, *, keep_rates: bool = False) -> dict:
     """The optimizer's state from a checkpoint, as its `load_state_dict` wants it.
+
+    keep_rates: the parameter groups take the checkpoint's rates; else the checkpoint's take the present ones.
 
     Adds the step count of 0, which Megatron leaves out when it saves. A checkpoint of one optimizer fits a chain and the
     other way round (expert parallelism or not): moments go by names, and the parameter groups are the present ones,
@@ -89,6 +95,9 @@ def fit_loaded_state(optimizer: MegatronOptimizer, loaded: dict) -> dict:
             inner["state"].setdefault("common_step", step.clone())
         if not _has_groups(inner):
             inner["param_groups"] = _inner_state(part.state_dict())["param_groups"]
+        for own, saved_group in zip(part.optimizer.param_groups, inner["param_groups"]):
+            source, target = (saved_group, own) if keep_rates else (own, saved_group)
+            target.update({name: source[name] for name in _RATES if name in source})
     return states if len(parts) > 1 else {key: value for key, value in loaded.items() if not isinstance(key, int)}
 
 

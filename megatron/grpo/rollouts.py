@@ -36,6 +36,7 @@ class Rollouts:
         self.step, self.tokenizer, self.sampling, self.rewards = step, tokenizer, sampling, rewards
         self.stop_ids, self.replica, self.seed, self.device = stop_ids, replica, seed, device
         self.statuses: Counter[str] = Counter()
+        self.first_failure = ""  # how the first reward failed since `forget_failures`
         self.pool = RewardPool(rewards) if replica.rank() == 0 else None
 
     def close(self) -> None:
@@ -50,14 +51,14 @@ class Rollouts:
         generator = torch.Generator().manual_seed(derive_seed(self.seed, prompt.prompt_id, *draw))
         samples = decode_group(
             self.step.engine, tokens, state, group_size=group_size, config=self.sampling, stop_ids=self.stop_ids,
-            generator=generator, prompt_id=prompt.prompt_id, weight_version=version,
+            generator=generator, prompt_id=prompt.prompt_id, weight_version=version, num_tokens=len(self.tokenizer),
         )
         return PromptGroup(prompt.prompt_id, tokens, samples, state=state if keep_state else None)
 
-    def score(self, prompts: list[Prompt], groups: list[PromptGroup], policy: str | None = None) -> None:
-        """Fill in rewards and `kept` of groups, from one batch of reward calls.
+    def score(self, prompts: list[Prompt], groups: list[PromptGroup]) -> None:
+        """Fill in `rewards`, `scored` and `kept` of groups, from one batch of reward calls.
 
-        policy: instead of --reward-failure. Raises RewardFailure, on every rank of the replica, under policy "stop".
+        Raises RewardFailure, on every rank of the replica, under --reward-failure stop.
         """
         shared: list[list[RewardResult] | BaseException | None] = [None]
         if self.pool is not None:
@@ -70,11 +71,20 @@ class Rollouts:
             raise shared[0]
         results = list(shared[0])
         self.statuses.update(count_statuses(results))
-        values, kept = apply_failure_policy(results, policy or self.rewards.reward_failure)
+        failed = next((result for result in results if result.status != "ok"), None)
+        if failed is not None and not self.first_failure:
+            self.first_failure = f"{failed.status}: {failed.message}"
+        values, kept = apply_failure_policy(results, self.rewards.reward_failure)
         for group in groups:
             count = len(group.samples)
             group.rewards, values = values[:count], values[count:]
+            group.scored, results = [result.status == "ok" for result in results[:count]], results[count:]
             group.kept, kept = kept[:count], kept[count:]
+
+    def forget_failures(self) -> None:
+        """Start counting failed rewards anew."""
+        self.statuses.clear()
+        self.first_failure = ""
 
     def _reward_samples(self, prompts: list[Prompt], groups: list[PromptGroup]) -> list[RewardSample]:
         return [

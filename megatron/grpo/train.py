@@ -29,7 +29,9 @@ from longstraw.transaction.commit import StepRejected, agree_on_failure
 from longstraw.transaction.reference import ReferencePolicy
 from longstraw.transaction.step import Step
 from megatron.grpo.arguments import parse_command_line
-from megatron.grpo.checkpointing import find_reference, load_checkpoint, load_weights, save_checkpoint
+from megatron.grpo.checkpointing import (
+    find_reference, load_checkpoint, load_weights, refuse_foreign_checkpoints, save_checkpoint,
+)
 from megatron.grpo.initialize import initialize, shut_down
 from megatron.grpo.model_setup import build_training_model, wrap_model
 from megatron.grpo.optimizer import build_optimizer, build_scheduler, optimizer_state
@@ -110,6 +112,8 @@ def write_record(args, config, trainer, recorder, model, groups, *, started, ini
         return
     records = read_metrics(recorder.metrics.path)
     evaluations = [r["eval_reward_mean"] for r in records if r.get("eval_reward_mean") is not None]
+    before = records[0].get("eval_reward_mean_before") if records else None
+    evaluations = evaluations if before is None else [before, *evaluations]
     receipt = Receipt(
         command=tuple(["megatron.grpo.train", *sys.argv[1:]]), seed=args.seed, started=started, finished=now_utc(),
         semantics=config.sweeps.semantics, versions=collect_versions(),
@@ -169,7 +173,8 @@ def run(args, config) -> None:
     tokenizer = load_tokenizer(config.data.tokenizer_path)
     if len(tokenizer) > args.vocab_size:
         raise ValueError(
-            f"--tokenizer-path {config.data.tokenizer_path} has {len(tokenizer)} tokens, more than --vocab-size {args.vocab_size}"
+            f"--tokenizer-path {config.data.tokenizer_path} has {len(tokenizer)} tokens, more than the {args.vocab_size} of "
+            f"--model-preset {args.model_preset}: give --vocab-size {len(tokenizer)} or more"
         )
     train_prompts, eval_prompts = load_data(config, tokenizer, args.max_position_embeddings)
     if config.data.prompts_per_step > len(train_prompts):
@@ -185,6 +190,7 @@ def run(args, config) -> None:
     ddp = wrap_model(args, model, groups)
     optimizer = build_optimizer(args, ddp, groups)
     scheduler = build_scheduler(args, optimizer)
+    refuse_foreign_checkpoints(args)
     resumed = load_checkpoint(args, model, optimizer, scheduler, groups)
     if resumed is not None and resumed.data_position is not None:
         order.load_state_dict(resumed.data_position)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from longstraw.memory_meter import read_peak_bytes, reset_peak_bytes
-from longstraw.objectives.advantages import collect_groups
+from longstraw.objectives.advantages import UniformGroupsError, collect_groups
 from longstraw.objectives.losses import LossStatistics, all_reduce_loss_statistics
 from longstraw.patches.finalize_model_grads import finalize_gradients
 from longstraw.receipts.recorder import RunRecorder
@@ -28,6 +28,7 @@ from megatron.grpo.optimizer import gradients_are_finite, name_nonfinite_gradien
 from megatron.grpo.prompt_order import PromptOrder
 from megatron.grpo.prompts import Prompt
 from megatron.grpo.random_states import collect_random_states, restore_random_states
+from megatron.grpo.rewards import RewardFailure
 from megatron.grpo.rollouts import Rollouts, set_advantages, sum_over
 from megatron.grpo.run_config import TrainConfig
 from megatron.grpo.stop_signal import StopSignal
@@ -77,19 +78,30 @@ class Trainer:
         """Steps `first_step` to --train-iters; returns the last step committed. Stops early, saved, on a signal."""
         done, saved = first_step - 1, first_step - 1
         last, interval = self.args.train_iters, self.args.eval_interval
+        if first_step > last:
+            self.recorder.console.say(f"nothing is left to do: step {done} is loaded, and --train-iters is {last}")
         for number in range(first_step, last + 1):
-            evaluation = self._evaluate_if(number == first_step)  # before the step: what it starts from
             try:
+                before = self._evaluate_if(number == first_step)  # what the run starts from
                 record = self.run_step(number)
             except StepInterrupted:
                 self.recorder.console.say(f"stopped by a signal: step {number} is rolled back")
                 break
+            except (StepRejected, UniformGroupsError):
+                if self.args.save and saved != done:
+                    self.save(done)
+                raise
             done = number
-            if number == last or (interval and number % interval == 0):
-                evaluation = self._evaluate_if(True)
-            if evaluation is not None:
-                record["eval_reward_mean"] = evaluation
+            after, failure = self._evaluate_after(number == last or bool(interval and number % interval == 0))
+            if before is not None:
+                record["eval_reward_mean_before"] = before
+            if after is not None or before is not None:
+                record["eval_reward_mean"] = before if after is None else after
             self.recorder.record_step(record)
+            if failure is not None:
+                if self.args.save:
+                    self.save(done)
+                raise failure
             if self.args.save and self.args.save_interval and number % self.args.save_interval == 0:
                 self.save(number)
                 saved = number
@@ -115,8 +127,22 @@ class Trainer:
     def _evaluate_if(self, wanted: bool) -> float | None:
         if not (wanted and self.eval_prompts):
             return None
-        with self.recorder.clock.phase("evaluate"):
-            return evaluate(self.rollouts, self.eval_prompts, self.groups.dp)
+        self.rollouts.forget_failures()
+        value = self._phase("evaluate", lambda: evaluate(self.rollouts, self.eval_prompts, self.groups.dp))
+        failed = int(sum(self._failed_rewards()))
+        if failed:
+            self.recorder.console.say(f"evaluation: {failed} rewards failed, the first: {self.rollouts.first_failure}")
+        return None if math.isnan(value) else value
+
+    def _evaluate_after(self, wanted: bool) -> tuple[float | None, StepRejected | None]:
+        """The evaluation after a step that is committed, and to be recorded however the evaluation ends: on a signal there
+        is none, and a failure comes back."""
+        try:
+            return self._evaluate_if(wanted), None
+        except StepInterrupted:
+            return None, None
+        except StepRejected as failure:
+            return None, failure
 
     def run_step(self, number: int) -> dict:
         """One step as a transaction -> its metrics.
@@ -129,19 +155,22 @@ class Trainer:
             (self.order.state_dict, self.order.load_state_dict),
             (lambda: collect_random_states({}), lambda states: restore_random_states(states, {})),
         )
-        self.rollouts.statuses.clear()
+        self.rollouts.forget_failures()
         try:
             groups = self._phase("rollout", lambda: self._roll_out(number))
             self._phase("reference", lambda: self._score_reference(groups))
             counts = self.step.count_terms(groups)
             if counts.num_tokens == 0:
-                raise StepRejected(f"step {number}: no response token is trained, all groups were left out")
-            result = self._phase("replay", lambda: self._replay(groups, counts))
-            metrics = self._commit(number, result)
+                self.recorder.console.say(f"step {number}: no response token is trained; the weights stay as they are")
+                metrics = self._leave_weights()
+            else:
+                result = self._phase("replay", lambda: self._replay(groups, counts))
+                metrics = self._commit(number, result)
         except (StepInterrupted, StepRejected):
             self._roll_back(snapshot)
             raise
         self.counts.add(groups)
+        self._show_failures(number)
         seconds, peak_bytes = self._largest(time.perf_counter() - started, read_peak_bytes())
         return {"step": number} | self._describe(groups) | metrics | {"seconds": seconds, "peak_bytes": int(peak_bytes)}
 
@@ -153,11 +182,11 @@ class Trainer:
                 value = work()
             except StepInterrupted:
                 message = "stop"
-            except StepRejected as error:
+            except (StepRejected, RewardFailure) as error:
                 message = str(error)
             self.step.engine.finish_phase()
-            if not message and self.stop.agreed(self.rollouts.replica):
-                message = "stop"
+            stopped = self.stop.agreed(self.rollouts.replica)  # asked on every rank, also where the work has failed
+            message = message or ("stop" if stopped else "")
             message = agree_on_failure(message, self.world)
         if message == "stop":
             raise StepInterrupted
@@ -174,10 +203,11 @@ class Trainer:
         def sample(missing: int, attempt: int) -> list[PromptGroup]:
             prompts = share if attempt == 0 else self._take_more_prompts(missing)
             found = [
-                self.rollouts.sample(
-                    prompt, objective.group_size, number, attempt, keep_state=keep_state, version=number - 1
+                self.rollouts.sample(  # the place tells one prompt from the same one again, at an epoch's end
+                    prompt, objective.group_size, number, attempt, dp.rank() + dp.size() * place, keep_state=keep_state,
+                    version=number - 1,
                 )
-                for prompt in prompts
+                for place, prompt in enumerate(prompts)
             ]
             self.step.engine.finish_phase()
             if found:
@@ -236,9 +266,21 @@ class Trainer:
             statistics["kl"] = statistics["old_kl"]
         return {"loss": loss.item(), "grad_norm": norm, "learning_rate": learning_rate} | statistics
 
-    def _statistics_or_zero(self, result: ReplayResult) -> LossStatistics:
+    def _leave_weights(self) -> dict:
+        """The metrics of a step in which every response was left out: no gradient, no optimizer step."""
+        statistics = self._statistics_or_zero(None).means() | {"kl": 0.0}
+        rate = self.optimizer.param_groups[0]["lr"]
+        return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rate} | statistics
+
+    def _show_failures(self, number: int) -> None:
+        """Say on the console how many rewards of this replica failed, and how the first one did."""
+        failed = int(sum(self._failed_rewards()))
+        if failed:
+            self.recorder.console.say(f"step {number}: {failed} rewards failed, the first: {self.rollouts.first_failure}")
+
+    def _statistics_or_zero(self, result: ReplayResult | None) -> LossStatistics:
         zero = torch.zeros((), device=self.device)
-        return result.statistics or LossStatistics(
+        return (result and result.statistics) or LossStatistics(
             num_tokens=zero, clipped_sum=zero, ratio_sum=zero, ratio_max=zero, kl_sum=zero, old_kl_sum=zero,
             nan_logprobs=zero,
         )
@@ -246,18 +288,21 @@ class Trainer:
     def _describe(self, groups: list[PromptGroup]) -> dict:
         """Rewards and lengths of the step's groups, over all replicas."""
         samples = [sample for group in groups for sample in group.samples]
-        rewards = [reward for group in groups for reward in group.rewards]
+        masked = self.config.rewards.reward_failure == "mask"
+        rewards = [
+            reward for group in groups for reward, scored in zip(group.rewards, group.scored) if scored or not masked
+        ]
         own = [
-            float(len(rewards)), sum(rewards), float(sum(len(s.token_ids) for s in samples)),
+            float(len(rewards)), sum(rewards), float(len(samples)), float(sum(len(s.token_ids) for s in samples)),
             float(sum(s.finish_reason == "length" for s in samples)), *self._failed_rewards(),
         ]
         total = torch.tensor(own, dtype=torch.float64, device=self.device)
         dist.all_reduce(total, group=self.groups.dp)
-        count = max(total[0].item(), 1.0)
+        rewarded, sampled = max(total[0].item(), 1.0), max(total[2].item(), 1.0)
         return {
-            "reward_mean": total[1].item() / count, "response_tokens_mean": total[2].item() / count,
-            "truncated_fraction": total[3].item() / count, "reward_timeouts": int(total[4]),
-            "reward_errors": int(total[5]), "rewards_invalid": int(total[6]),
+            "reward_mean": total[1].item() / rewarded, "response_tokens_mean": total[3].item() / sampled,
+            "truncated_fraction": total[4].item() / sampled, "reward_timeouts": int(total[5]),
+            "reward_errors": int(total[6]), "rewards_invalid": int(total[7]),
         }
 
     def _largest(self, *values: float) -> list[float]:

@@ -4,3 +4,10 @@
 def letters(prompt: str, response: str, answer: str, extra: dict) -> float:
     """Between 0 and 1; different responses have different rewards."""
     return sum(ord(character) for character in response) % 97 / 97
+
+
+def five_or_nothing(prompt: str, response: str, answer: str, extra: dict) -> float:
+    """5, or no reward at all for about half of the responses."""
+    if sum(ord(character) for character in response) % 2:
+        raise ValueError("no reward for this one")
+    return 5.0

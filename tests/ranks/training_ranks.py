@@ -21,6 +21,7 @@ from longstraw.transaction.commit import StepRejected
 from megatron.grpo import train
 from megatron.grpo.arguments import parse_arguments
 from megatron.grpo.initialize import shut_down
+from megatron.grpo.rewards import RewardFailure
 from megatron.grpo.trainer import Trainer
 from tests.support.ranks import fork_ranks
 
@@ -77,6 +78,11 @@ class Runner:
         self._join()
 
 
+def is_training(groups) -> bool:
+    """Whether groups are a step's, not an evaluation's, which have one sample each."""
+    return len(groups[0].samples) > 1
+
+
 def without_measured(records: list[dict]) -> list[dict]:
     """Metrics without what the clock and the allocator decide."""
     return [{key: value for key, value in record.items() if key not in MEASURED} for record in records]
@@ -113,9 +119,9 @@ def check_signal(runner: Runner) -> None:
     def stop_in_step_3(trainer):
         original = trainer.rollouts.score
 
-        def score(prompts, groups, policy=None):
-            original(prompts, groups, policy)
-            if policy is None and trainer.order.state_dict()["position"] == 3 and dist.get_rank() == 1:
+        def score(prompts, groups):
+            original(prompts, groups)
+            if is_training(groups) and trainer.order.state_dict()["position"] == 3 and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
         trainer.rollouts.score = score
@@ -177,9 +183,9 @@ def check_filter_over_replicas(runner: Runner) -> None:
     def drop_on_rank_1(trainer):
         original, calls = trainer.rollouts.score, []
 
-        def score(prompts, groups, policy=None):
-            original(prompts, groups, policy)
-            for group in groups if policy is None else ():
+        def score(prompts, groups):
+            original(prompts, groups)
+            for group in groups if is_training(groups) else ():
                 first = not calls and dist.get_rank() == 1
                 group.rewards = [1.0] * len(group.rewards) if first else [float(i) for i in range(len(group.rewards))]
                 calls.append([prompt.prompt_id for prompt in prompts])
@@ -194,13 +200,65 @@ def check_filter_over_replicas(runner: Runner) -> None:
     assert len(seen["calls"]) == 2 + runner.rank, seen["calls"]
 
 
-def check_too_few_prompts(runner: Runner) -> None:
+def check_refusals(runner: Runner) -> None:
+    """What would train on other data, another schedule, or over another run's checkpoints, unless a flag says so."""
+    saved = runner.folder / "saved"
+    for name, flags, fragments in (
+        ("too-few", "--prompts-per-step 17", ["--prompts-per-step 17 is more than the 16 prompts of --prompt-data"]),
+        ("other-rate", f"--load {saved} --lr 1e-4 --train-iters 5", ["--lr 0.001 (now 0.0001)", "--override-opt-param-sch"]),
+        ("foreign", f"--save {saved} --save-interval 2", [f"--save {saved} holds a checkpoint of step 4", "--load"]),
+    ):
+        try:
+            runner.run(name, flags)
+        except ValueError as error:
+            assert all(fragment in str(error) for fragment in fragments) and "\n" not in str(error), error
+        else:
+            raise AssertionError(f"{name} was not refused")
+
+
+def check_extension(runner: Runner) -> None:
+    """A finished run goes on for more steps, and at another rate where the flag asks for it."""
+    start = f"--load {runner.folder}/saved --train-iters 5"
+    (further,) = runner.run("further", start)
+    (slower,) = runner.run("slower", f"{start} --lr 1e-4 --override-opt-param-scheduler")
+    (kept,) = runner.run("kept", f"{start} --lr 1e-4 --use-checkpoint-opt-param-scheduler")
+    assert [record["step"] for record in (further, slower, kept)] == [5, 5, 5]
+    assert [record["learning_rate"] for record in (further, slower, kept)] == [1e-3, 1e-4, 1e-3]
+    assert further["grad_norm"] == slower["grad_norm"] == kept["grad_norm"], (further, slower, kept)
+
+
+def check_failed_rewards(runner: Runner) -> None:
+    """A masked reward is not in the mean; one that ends the run leaves the steps before it saved."""
+    flags = "--reward tests/ranks/sample_reward.py:five_or_nothing --reward-failure mask --train-iters 1"
+    (masked,) = runner.run("masked", flags)
+    assert masked["reward_errors"] > 0 and masked["reward_mean"] in (0.0, 5.0), masked
+
+    def fail_in_step_3(trainer):
+        original = trainer.rollouts.score
+
+        def score(prompts, groups):
+            original(prompts, groups)
+            if is_training(groups) and trainer.order.state_dict()["position"] == 3 and dist.get_rank() == 1:
+                raise RewardFailure("1 of 4 samples have no reward (--reward-failure stop)")
+
+        trainer.rollouts.score = score
+
+    saved = runner.folder / "failed-saved"
     try:
-        runner.run("too-few", "--prompts-per-step 17")
-    except ValueError as error:
-        assert "--prompts-per-step 17 is more than the 16 prompts of --prompt-data" in str(error), error
+        runner.run("failed", f"--save {saved} --save-interval 100", prepare=fail_in_step_3)
+    except StepRejected as error:
+        assert "--reward-failure stop" in str(error), error
     else:
-        raise AssertionError("17 prompts a step of 16 were not refused")
+        raise AssertionError("a failed reward did not end the run")
+    assert (saved / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+
+
+def check_empty_step(runner: Runner) -> None:
+    """Every response truncated and left out: the weights stay, the run goes on."""
+    records = runner.run("empty", "--mask-truncated --max-response-length 1 --train-iters 2")
+    assert [record["grad_norm"] for record in records] == [0.0, 0.0], records
+    weights = runner.receipt("empty")["model"]
+    assert weights["initial_weights"] == weights["final_weights"]
 
 
 def check_objectives(runner: Runner, whole: list[dict]) -> None:
@@ -235,7 +293,10 @@ def main(rank: int, ranks: int, arguments: list[str]) -> None:
     check_rollback(runner)
     check_early_end(runner)
     check_filter_over_replicas(runner)
-    check_too_few_prompts(runner)
+    check_refusals(runner)
+    check_extension(runner)
+    check_failed_rewards(runner)
+    check_empty_step(runner)
     check_objectives(runner, whole)
     runner.end()
 

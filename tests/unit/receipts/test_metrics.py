@@ -71,6 +71,15 @@ def test_other_ranks_check_and_write_no_file(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_new_run_keeps_the_metrics_of_an_earlier_one(tmp_path):
+    for steps in (3, 2, 1):
+        with MetricsWriter(tmp_path) as writer:
+            for step in range(1, steps + 1):
+                writer.write(record(step))
+    lengths = {path.name: len(path.read_text().splitlines()) for path in tmp_path.glob("metrics*.jsonl")}
+    assert lengths == {"metrics-1.jsonl": 3, "metrics-2.jsonl": 2, "metrics.jsonl": 1}
+
+
 def test_a_mirror_may_be_on_another_rank(tmp_path):
     """Megatron's W&B run is on the last rank, the file on the first."""
     wandb = Recorded()
