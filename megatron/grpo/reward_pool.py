@@ -8,6 +8,7 @@ Only the rank that calls `score` starts workers. Left out: sharing a pool betwee
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,7 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
+from megatron.grpo.reward_worker import START
 from megatron.grpo.rewards import RewardConfig, RewardResult, RewardSample
 
 START_LIMIT = 300.0
@@ -49,8 +52,18 @@ class _Worker:
     """Monotonic time by which it must have started, or answered."""
     ready: bool = False
     sample_index: int | None = None
+    number: int = START
+    """Of the sample it has: messages under another number, or from another process, are not its answer."""
     running: int = 0
     """Index of the reward function it last began."""
+
+    def receive(self) -> tuple[str, Any] | None:
+        """(kind, payload) of the next message, if there is one and it is this worker's on its present sample.
+
+        A process that a reward function forked has the same pipe.
+        """
+        pid, number, kind, payload = self.connection.recv()
+        return (kind, payload) if (pid, number) == (self.process.pid, self.number) else None
 
 
 class RewardPool:
@@ -66,6 +79,7 @@ class RewardPool:
         self._workers: list[_Worker] = []
         self._lock = threading.Lock()
         self._closed = False
+        self._samples_sent = START
         # At interpreter exit too, so that no killed worker stays behind as a zombie of a long-lived parent.
         self._finalizer = weakref.finalize(self, _stop_all, self._workers, os.getpid())
 
@@ -140,11 +154,15 @@ class RewardPool:
                 return
             sample = samples[waiting[0]]
             try:
-                worker.connection.send((sample.prompt, sample.response, sample.answer, sample.extra))
+                worker.connection.send(
+                    (self._samples_sent + 1, (sample.prompt, sample.response, sample.answer, sample.extra))
+                )
             except OSError:
                 # Between samples a worker runs no reward function: another one can take this sample.
                 self._discard(worker)
                 continue
+            self._samples_sent += 1
+            worker.number = self._samples_sent
             worker.sample_index = waiting.popleft()
             worker.running = 0
             worker.deadline = time.monotonic() + self.config.reward_timeout
@@ -152,7 +170,7 @@ class RewardPool:
     def _receive_start(self, worker: _Worker) -> None:
         pid = worker.process.pid
         try:
-            message = worker.connection.recv() if worker.connection.poll() else None
+            message = worker.receive() if worker.connection.poll() else None
         except (EOFError, OSError):
             code = self._discard(worker, grace=1.0)
             raise RuntimeError(f"reward worker {pid} died while it loaded {self.config.reward} ({code})") from None
@@ -171,7 +189,10 @@ class RewardPool:
         pid = worker.process.pid
         try:
             while worker.connection.poll():
-                kind, payload = worker.connection.recv()
+                message = worker.receive()
+                if message is None:
+                    continue
+                kind, payload = message
                 if kind == "done":
                     worker.sample_index = None
                     return self._combine(payload)
@@ -197,6 +218,13 @@ class RewardPool:
                 return RewardResult(value=None, status=status, message=message)
         components = tuple(value for _, value, _ in outcomes)
         total = sum(weight * value for weight, value in zip(self.config.weights, components, strict=True))
+        if not math.isfinite(total):
+            terms = [
+                f"{name} {value:g} x {weight:g}"
+                for name, value, weight in zip(self.config.reward, components, self.config.weights, strict=True)
+            ]
+            message = f"the weighted rewards ({', '.join(terms)}) add up to {total}, not to a finite number"
+            return RewardResult(value=None, status="invalid", message=message)
         return RewardResult(value=total, status="ok", components=components)
 
     def _discard(self, worker: _Worker, *, grace: float = 0.0) -> str:

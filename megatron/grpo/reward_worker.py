@@ -20,6 +20,8 @@ from typing import Any
 from megatron.grpo.reward_functions import RewardFunction, resolve_reward
 
 PR_SET_PDEATHSIG = 1
+START = 0
+"""Number of the messages that belong to no sample; samples count from 1."""
 MESSAGE_LIMIT = 2000
 """Longest message kept of one failure, in characters."""
 
@@ -27,31 +29,39 @@ MESSAGE_LIMIT = 2000
 def serve(fd: int, parent_pid: int, names: list[str]) -> None:
     """Answer samples on the connection `fd` until it closes.
 
-    Sends `("ready",)` or `("refused", sentence)` first. Then for each `(prompt, response, answer, extra)` received:
-    `("begin", i)` before each function i, and `("done", outcomes)` with one (status, value, message) a function.
+    A message is (process id, sample number, kind, payload). First comes "ready" or "refused" with a sentence, under
+    the number START. Then for each (number, (prompt, response, answer, extra)) received: "begin" with i before each
+    function i, and "done" with one (status, value, message) a function.
     """
     os.set_inheritable(fd, False)
     _die_with_parent(parent_pid)
     # Slurm sends SIGTERM to all processes of a step while the trainer still finishes it, and needs its rewards. A
     # handler, unlike SIG_IGN, is not passed on to programs that a reward function starts.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
+    own_pid = os.getpid()
     with Connection(fd) as connection:
+
+        def send(number: int, kind: str, payload: Any = None) -> None:
+            if os.getpid() != own_pid:  # a fork that came back out of a reward function, or of its import
+                os._exit(1)
+            connection.send((own_pid, number, kind, payload))
+
         try:
             functions = [resolve_reward(name) for name in names]
         except ValueError as error:
-            connection.send(("refused", str(error)))
+            send(START, "refused", str(error))
             return
-        connection.send(("ready",))
+        send(START, "ready")
         while True:
             try:
-                sample = connection.recv()
+                number, sample = connection.recv()
             except EOFError:
                 return
             outcomes = []
             for index, function in enumerate(functions):
-                connection.send(("begin", index))
+                send(number, "begin", index)
                 outcomes.append(call_reward(names[index], function, sample))
-            connection.send(("done", outcomes))
+            send(number, "done", outcomes)
 
 
 def call_reward(

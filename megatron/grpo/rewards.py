@@ -77,7 +77,7 @@ class RewardResult:
 
     status: Literal["ok", "timeout", "error", "invalid"]
     """timeout: killed after --reward-timeout. error: the function raised, or its process died. invalid: it returned
-    something other than one finite number."""
+    something other than one finite number, or the weighted sum is not finite."""
 
     message: str = ""
     """What happened, in a sentence; empty if "ok"."""

@@ -44,6 +44,21 @@ def misbehave(prompt, response, answer, extra):
             os._exit(4)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "fork and return":
+            if os.fork() == 0:
+                return 99.0
+            time.sleep(0.5)  # the child has its say before this process has
+        case "fork and raise":
+            if os.fork() == 0:
+                raise KeyError("in the child")
+            time.sleep(0.5)
+        case "forge":
+            frame = sys._getframe()
+            while "connection" not in frame.f_locals:
+                frame = frame.f_back
+            forged = [("ok", 99.0, "")]
+            frame.f_locals["connection"].send((os.getpid() + 1, frame.f_locals["number"], "done", forged))
+            frame.f_locals["connection"].send((os.getpid(), frame.f_locals["number"] + 1, "done", forged))
         case "nan":
             return math.nan
         case "inf":

@@ -99,6 +99,29 @@ def test_each_failure_has_a_name_and_the_next_sample_is_scored(response, status,
     assert (following.value, following.status) == (1.0, "ok")
 
 
+@pytest.mark.parametrize("response", ["fork and return", "fork and raise", "forge"])
+def test_only_the_worker_itself_answers_for_its_sample(response):
+    """A forked child that comes back from the function, and messages of another process or sample, count for nothing."""
+    with pool_of("misbehave", reward_workers=1) as pool:
+        results = pool.score([sample("fine"), sample(response), sample("fine"), sample("raise")])
+        assert [result.status for result in results] == ["ok", "ok", "ok", "error"], results
+        assert [result.value for result in results[:3]] == [1.0] * 3
+        for pid in pool.worker_pids():  # the child is gone, or waits to be reaped
+            assert not any(is_running(child) for child in children_of(pid))
+
+
+@pytest.mark.parametrize(
+    ("weights", "total"), [([1e308, 1.0], "inf"), ([-1e308, 1.0], "-inf"), ([1e308, -1e308], "nan")]
+)
+def test_a_weighted_sum_that_is_not_finite_is_no_reward(weights, total):
+    with pool_of("length", "length", reward_weights=weights, reward_workers=1) as pool:
+        result, following = pool.score([sample("x" * 10), sample("")])
+    assert (result.value, result.status, result.components) == (None, "invalid", ())
+    assert f"add up to {total}, not to a finite number" in result.message
+    assert f"sample_rewards.py:length 10 x {weights[0]:g}" in result.message
+    assert (following.value, following.status) == (0.0, "ok")
+
+
 @pytest.fixture(scope="module")
 def pools():
     with pool_of("misbehave") as pool:
