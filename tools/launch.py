@@ -19,6 +19,7 @@ Left out: restarts (`--max-restarts 0`; a run goes on from its checkpoint) and s
 
 import argparse
 import ctypes
+import math
 import os
 import shutil
 import signal
@@ -54,8 +55,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.nproc_per_node is not None and args.nproc_per_node < 1:
         parser.error(f"--nproc-per-node must be at least 1, not {args.nproc_per_node}")
-    if args.grace_seconds < 0 or args.failure_seconds < 0:
-        parser.error("--grace-seconds and --failure-seconds must not be negative")
+    for flag, seconds in (("--grace-seconds", args.grace_seconds), ("--failure-seconds", args.failure_seconds)):
+        if not (math.isfinite(seconds) and seconds >= 0):
+            parser.error(f"{flag} must be a finite number and not negative, not {seconds:g}")
     return args
 
 
@@ -85,20 +87,33 @@ def choose_rendezvous(environ: Mapping[str, str]) -> list[str]:
     """torchrun's rendezvous flags for one machine, or for NNODES of them.
 
     Raises:
-        ValueError: NNODES is above 1 and a variable that says who this machine is, or where the first is, is missing.
+        ValueError: a variable is no number or out of its range, or NNODES is above 1 and one that says who this machine
+            is, or where the first is, is missing.
     """
-    nodes = int(environ.get("NNODES", "1"))
+    nodes = read_number(environ, "NNODES") if "NNODES" in environ else 1
+    if nodes < 1:
+        raise ValueError(f"NNODES={nodes}: the number of machines must be at least 1")
     if nodes == 1:
         return ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
                 "--rdzv-id", uuid.uuid4().hex, "--local-addr", "127.0.0.1"]
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
-    if nodes < 1 or missing:
-        raise ValueError(f"NNODES={nodes} needs NODE_RANK, MASTER_ADDR and MASTER_PORT in the environment of each machine"
-                         + (f"; missing here: {', '.join(missing)}" if missing else ""))
-    if not 0 <= int(environ["NODE_RANK"]) < nodes:
+    if missing:
+        raise ValueError(f"NNODES={nodes} needs NODE_RANK, MASTER_ADDR and MASTER_PORT in the environment of each machine; "
+                         f"missing here: {', '.join(missing)}")
+    if not 0 < read_number(environ, "MASTER_PORT") < 65_536:
+        raise ValueError(f"MASTER_PORT={environ['MASTER_PORT']} is no port: it must lie between 1 and 65535")
+    if not 0 <= read_number(environ, "NODE_RANK") < nodes:
         raise ValueError(f"NODE_RANK={environ['NODE_RANK']} does not number one of NNODES={nodes} machines")
     return ["--nnodes", str(nodes), "--node-rank", environ["NODE_RANK"],
             "--master-addr", environ["MASTER_ADDR"], "--master-port", environ["MASTER_PORT"]]
+
+
+def read_number(environ: Mapping[str, str], name: str) -> int:
+    """A whole number from the environment. Raises ValueError that names the variable."""
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ValueError(f"{name}={environ[name]} is not a whole number") from None
 
 
 def list_descendants(ancestor: int) -> list[int]:

@@ -229,7 +229,14 @@ def test_one_machine_asks_the_system_for_a_port():
 @pytest.mark.parametrize("environ, message", [
     ({"NNODES": "4", "MASTER_ADDR": "a"}, "missing here: NODE_RANK, MASTER_PORT"),
     ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "NODE_RANK=2"),
-    ({"NNODES": "0", "NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "NNODES=0"),
+    ({"NNODES": "0", "NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "NNODES=0: .* at least 1"),
+    ({"NNODES": "-1"}, "NNODES=-1: .* at least 1"),
+    ({"NNODES": "abc"}, "^NNODES=abc is not a whole number$"),
+    ({"NNODES": ""}, "^NNODES= is not a whole number$"),
+    ({"NNODES": "2", "NODE_RANK": "a", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "^NODE_RANK=a is not a whole number$"),
+    ({"NNODES": "2", "NODE_RANK": "-1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "NODE_RANK=-1"),
+    ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "^MASTER_PORT=x is not a whole number$"),
+    ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "65536"}, "MASTER_PORT=65536 is no port"),
 ])
 def test_an_incomplete_machine_list_is_refused(environ, message):
     with pytest.raises(ValueError, match=message):
@@ -242,7 +249,10 @@ def test_more_ranks_than_gpus_is_refused(monkeypatch):
         launch.main(["--nproc-per-node", "3", "program.py"])
 
 
-@pytest.mark.parametrize("argv", [["--nproc-per-node", "0", "x.py"], ["--grace-seconds", "-1", "x.py"], []])
+@pytest.mark.parametrize("argv", [
+    ["--nproc-per-node", "0", "x.py"], ["--grace-seconds", "-1", "x.py"], ["--grace-seconds", "nan", "x.py"],
+    ["--failure-seconds", "inf", "x.py"], [],
+])
 def test_bad_flags_are_refused(argv, capsys):
     with pytest.raises(SystemExit) as refused:
         launch.parse_arguments(argv)
