@@ -7,6 +7,7 @@ schema and so fills a dict with the null keys of its neighbours; that would chan
 Left out: remote paths, compressed JSONL, and splits chosen by name (point at the split's own folder or file).
 """
 
+import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 SHARD_SUFFIXES = (".jsonl", ".parquet")
+DEEPEST = 100
+"""Levels of lists and objects inside a row, at most: what reads and sends rows later recurses into them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,8 @@ def read_rows(path: str | Path) -> Iterator[Row]:
             a folder written by `datasets.Dataset.save_to_disk`.
 
     Raises:
-        ValueError: the path does not exist, is of another kind, or holds a line that is not a JSON object.
+        ValueError: the path does not exist, is of another kind, cannot be read as what it claims to be, or holds a line
+            that is not a JSON object or a row nested deeper than DEEPEST; with the file and the row.
     """
     path = Path(path)
     if not path.exists():
@@ -49,7 +53,10 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     if path.is_file():
         yield from _read_file(path)
     elif (path / "dataset_dict.json").exists():
-        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        try:
+            splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path / 'dataset_dict.json'}: not a list of splits ({error})") from error
         raise ValueError(
             f"{path}: this dataset folder holds the splits {', '.join(splits)}; name the folder of one, "
             f"such as {path / splits[0]}"
@@ -111,34 +118,73 @@ def _read_file(path: Path) -> Iterator[Row]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:  # decoded line by line, so that a complaint can name the row
         for number, line in enumerate(lines, start=1):
+            row = f"{path}, row {number}"
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             try:
-                columns = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, row {number}: not valid JSON ({error})") from error
+                columns = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{row}: not UTF-8 ({error.reason} at byte {error.start} of the line)") from error
+            except ValueError as error:  # also a number of more digits than Python converts
+                raise ValueError(f"{row}: not valid JSON ({error})") from error
+            except RecursionError:
+                raise ValueError(_too_deep(row)) from None
             if not isinstance(columns, dict):
-                raise ValueError(
-                    f"{path}, row {number}: a JSON {type(columns).__name__}, but each line must be an object"
-                )
+                raise ValueError(f"{row}: a JSON {type(columns).__name__}, but each line must be an object")
+            if _nests_deeper(columns, DEEPEST):
+                raise ValueError(_too_deep(row))
             yield Row(source=path, number=number, columns=columns)
+
+
+def _too_deep(row: str) -> str:
+    return f"{row}: nested more than {DEEPEST} levels deep"
+
+
+def _nests_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and dicts lie more than so many levels inside each other."""
+    layer = [value]
+    for _ in range(levels):
+        layer = [
+            inner
+            for outer in layer
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not layer:
+            return False
+    return True
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
     number = 0
-    with pyarrow.parquet.ParquetFile(path) as table:
-        for batch in table.iter_batches(batch_size=256):
-            for columns in batch.to_pylist():
-                number += 1
-                yield Row(source=path, number=number, columns=columns)
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            for batch in table.iter_batches(batch_size=256):
+                for columns in batch.to_pylist():
+                    number += 1
+                    yield Row(source=path, number=number, columns=columns)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(_unreadable(path, number, "Parquet file", error)) from error
 
 
 def _read_dataset_folder(path: Path) -> Iterator[Row]:
     import datasets
+    import pyarrow
 
-    for number, columns in enumerate(datasets.load_from_disk(str(path)), start=1):
-        yield Row(source=path, number=number, columns=columns)
+    number = 0
+    try:
+        for number, columns in enumerate(datasets.load_from_disk(str(path)), start=1):
+            yield Row(source=path, number=number, columns=columns)
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(_unreadable(path, number, "Hugging Face dataset folder", error)) from error
+
+
+def _unreadable(path: Path, number: int, kind: str, error: Exception) -> str:
+    """The sentence for a file that breaks off behind row `number`, in one line whatever the reader says."""
+    return f"{path}, row {number + 1}: not a readable {kind} ({type(error).__name__}: {' '.join(str(error).split())})"

@@ -72,6 +72,64 @@ def test_jsonl_names_the_bad_line(tmp_path, content, sentence):
     assert str(path) in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested more than 100 levels deep"),
+        (b'{"a": ' + b'{"b": ' * 100 + b"1" + b"}" * 101, "nested more than 100 levels deep"),
+        ('{"a": "Zürich"}'.encode("latin-1"), "not UTF-8 .*byte 8 of the line"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "not valid JSON"),
+        (b'{"a": 1}\xef\xbb\xbf', "not valid JSON"),
+    ],
+    ids=["very deep", "one level too deep", "Latin-1", "too many digits", "byte order mark inside"],
+)
+def test_lines_that_break_the_reader_are_named(tmp_path, line, sentence):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"a": 1}\n\n' + line + b"\n")
+    with pytest.raises(ValueError, match=f"row 3: {sentence}") as refusal:
+        list(read_rows(path))
+    assert str(refusal.value).startswith(str(path)) and type(refusal.value) is ValueError
+
+
+def test_what_looks_odd_and_is_fine_is_read(tmp_path):
+    path = tmp_path / "data.jsonl"
+    deep = "[" * 99 + "]" * 99
+    path.write_bytes(b'\xef\xbb\xbf{"a": "Z\xc3\xbcrich"}\r\n' + f'{{"b": {deep}}}'.encode())
+    first, second = read_rows(path)
+    assert first.columns == {"a": "Zürich"} and json.dumps(second.columns["b"]) == deep
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 and nothing behind it", b'{"a": 1}\n'], ids=["empty", "cut", "JSONL"])
+def test_a_broken_parquet_file_is_named(tmp_path, content):
+    path = tmp_path / "data.parquet"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="row 1: not a readable Parquet file") as refusal:
+        list(read_rows(path))
+    assert str(refusal.value).startswith(str(path)) and "\n" not in str(refusal.value)
+
+
+def test_a_parquet_file_that_breaks_off_names_the_row(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "data.parquet"
+    columns = pyarrow.table({"a": [b"x", b"\xff"]}).cast(pyarrow.schema({"a": pyarrow.binary()}))
+    texts = pyarrow.StringArray.from_buffers(2, *columns["a"].chunk(0).buffers()[1:])
+    pyarrow.parquet.write_table(pyarrow.table({"a": texts}), path)
+    with pytest.raises(ValueError, match="row 1: not a readable Parquet file .*UnicodeDecodeError"):
+        list(read_rows(path))
+
+
+def test_a_broken_dataset_folder_is_named(tmp_path):
+    folder = write_folder(tmp_path / "data", ROWS)
+    next(folder.glob("*.arrow")).write_bytes(b"no arrow")
+    with pytest.raises(ValueError, match="row 1: not a readable Hugging Face dataset folder"):
+        list(read_rows(folder))
+    (folder / "dataset_dict.json").write_text("[]")
+    with pytest.raises(ValueError, match="dataset_dict.json: not a list of splits"):
+        list(read_rows(folder))
+
+
 def test_paths_that_hold_no_prompts(tmp_path):
     with pytest.raises(ValueError, match="no such file or folder"):
         list(read_rows(tmp_path / "missing.jsonl"))
