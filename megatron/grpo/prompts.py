@@ -147,8 +147,8 @@ def load_prompts(path: str, config: DataConfig, tokenizer: "PreTrainedTokenizerB
         tokenizer: from `tokenizer.load_tokenizer`.
 
     Raises:
-        ValueError: a column is missing, a prompt is empty or cannot be encoded, an answer is null (each with file,
-            row and the columns there are), there are no rows, or every prompt is over the limit.
+        ValueError: a column is missing, a prompt is empty or cannot be encoded, an answer is null, either holds half of
+            a surrogate pair (each with file and row), there are no rows, or every prompt is over the limit.
     """
     limit = config.prompt_length_limit
     prompts: list[Prompt] = []
@@ -195,6 +195,8 @@ def _choose_answer_column(row: Row, config: DataConfig) -> str:
 def _load_prompt(row: Row, config: DataConfig, answer_column: str, tokenizer: "PreTrainedTokenizerBase") -> Prompt:
     text = _require_column(row, config.prompt_column, "--prompt-column")
     answer = _require_column(row, answer_column, "--answer-column") if answer_column else ""
+    if isinstance(text, str) or (isinstance(text, list) and any(isinstance(item, dict) for item in text)):
+        _refuse_half_pairs(row, config.prompt_column, text)
     try:
         token_ids = encode_prompt(tokenizer, text, apply_chat_template=config.apply_chat_template)
     except ValueError as error:
@@ -203,13 +205,27 @@ def _load_prompt(row: Row, config: DataConfig, answer_column: str, tokenizer: "P
         ) from error
     if not token_ids:
         raise ValueError(f"{row.place}, column `{config.prompt_column}`: the prompt has no tokens")
+    answer = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
+    _refuse_half_pairs(row, answer_column, answer)
     extra = {name: value for name, value in row.columns.items() if name not in (config.prompt_column, answer_column)}
     return Prompt(
         prompt_id=f"{row.source.name}:{row.number}",
         token_ids=tuple(token_ids),
-        answer=answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str),
+        answer=answer,
         extra=extra,
     )
+
+
+def _refuse_half_pairs(row: Row, name: str, value: Any) -> None:
+    """Half of a surrogate pair, which JSON may hold (`"\\ud800"`), is no character: it has no UTF-8 and no tokens."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{row.place}, column `{name}`: holds half of a surrogate pair, \\u{ord(text[error.start]):04x}, which is no "
+            "character"
+        ) from error
 
 
 def _require_column(row: Row, name: str, flag: str) -> Any:

@@ -73,6 +73,22 @@ def test_verl_and_dapo_math_columns(tmp_path, word_tokenizer, flags, suffix):
     assert "answers from `reward_model.ground_truth`" in str(data.report)
 
 
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"prompt": "w1 \ud800", "answer": ""}, "prompt"),
+        ({"prompt": [{"role": "user", "content": "w1 \udfff"}], "answer": ""}, "prompt"),
+        ({"prompt": "w1", "answer": "\ud800"}, "answer"),
+        ({"prompt": "w1", "answer": ["a", {"b": "\udc00"}]}, "answer"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_named(tmp_path, word_tokenizer, row, column):
+    path = write(tmp_path / "d.jsonl", [{"prompt": "w1 \U0001f600", "answer": "\U0001f600"}, row])
+    with pytest.raises(ValueError, match=f"row 2, column `{column}`: holds half of a surrogate pair") as refusal:
+        load_prompts(path, config(), word_tokenizer)
+    assert str(refusal.value).startswith(path) and str(refusal.value).isprintable()
+
+
 def test_column_flags(tmp_path, word_tokenizer):
     path = write(tmp_path / "d.jsonl", [{"token_ids": [5, 6, 7], "task": {"question": "w2 w3"}, "gold": "w1"}])
     data = load_prompts(path, config(prompt_column="token_ids", answer_column="gold"), word_tokenizer)
