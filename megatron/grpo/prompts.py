@@ -223,8 +223,8 @@ def _refuse_half_pairs(row: Row, name: str, value: Any) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{row.place}, column `{name}`: holds half of a surrogate pair, \\u{ord(text[error.start]):04x}, which is no "
-            "character"
+            f"{row.place}, column `{name}`: holds half of a surrogate pair, \\u{ord(text[error.start]):04x}, which is "
+            "no character"
         ) from error
 
 
