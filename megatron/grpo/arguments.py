@@ -29,9 +29,12 @@ from megatron.training.arguments import add_megatron_arguments, validate_args
 
 from longstraw.patches.device import cuda_available
 from longstraw.patches.verify import require_megatron_version
-from megatron.grpo.flag_policy import TAKEN, WORKING_VALUES, check_values, refuse_flags
+from megatron.grpo.flag_policy import TAKEN, WORKING_VALUES, check_values, refuse_flags, show_value
+from megatron.grpo.flag_ranges import find_bad_numbers
+from megatron.grpo.idle_flags import find_idle_flags
 from megatron.grpo.model_provider import check_divisible, pad_vocab_size
 from megatron.grpo.presets import ModelPreset, get_preset
+from megatron.grpo.presets.sizes import find_bad_sizes
 from megatron.grpo.run_config import CONFIG_GROUPS, TrainConfig
 
 _USAGE = """torchrun --nproc-per-node RANKS -m megatron.grpo.train
@@ -114,6 +117,9 @@ def build_parser(model_preset: str | None = None, *, cuda: bool | None = None) -
     ours = set(parser._actions)
     add_megatron_arguments(parser)
     _hide_help(parser, ours)
+    for action in parser._actions:
+        if action.dest in ("linear_attention_freq", "moe_layer_freq"):
+            action.type = functools.partial(_read_pattern, action.type)
     defaults = dict(WORKING_VALUES)
     if not (cuda_available() if cuda is None else cuda):
         # Weights drawn on the CPU are drawn whole and then cut, so they do not depend on the tensor-parallel size.
@@ -122,6 +128,14 @@ def build_parser(model_preset: str | None = None, *, cuda: bool | None = None) -
         defaults |= get_preset(model_preset).megatron_arguments()
     parser.set_defaults(**defaults)
     return parser
+
+
+def _read_pattern(convert, text):
+    """Megatron's layer patterns are evaluated as Python, which raises more than argparse catches."""
+    try:
+        return convert(text)
+    except (SyntaxError, ArithmeticError, LookupError, MemoryError, ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{text} is neither a number nor a list of 0 and 1 for each layer") from error
 
 
 def _hide_help(parser: argparse.ArgumentParser, ours: set) -> None:
@@ -211,9 +225,13 @@ def parse_arguments(
         raise ArgumentErrors([str(error)]) from error
     working = vars(parser.parse_args([]))
     explicit = _explicit_flags(parser, argv, working)
-    args = argparse.Namespace(**copy.deepcopy(working) | explicit)
+    spelling = _spelling(parser, argv)
+    bad_numbers = find_bad_numbers(explicit, spelling)
+    # What else is wrong is found with the working values in place of bad numbers: nothing is said of one twice.
+    good = {name: value for name, value in explicit.items() if name not in bad_numbers}
+    args = argparse.Namespace(**copy.deepcopy(working) | good)
     ours = {field.name for config_class, _ in CONFIG_GROUPS.values() for field in fields(config_class)}
-    refused = refuse_flags(explicit, working, _spelling(parser, argv), ours)
+    refused = refuse_flags(good, working, spelling, ours) + list(bad_numbers.values())
     config, found = build_configs(args)
     refused += found
     if preset_name is None:
@@ -222,6 +240,8 @@ def parse_arguments(
     args.local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
     args.group_query_attention = args.num_query_groups != args.num_attention_heads
     refused += _check(args, machine)
+    show = {name: spelling[name] + show_value(value) for name, value in good.items() if name in TAKEN.union(ours)}
+    refused += find_idle_flags(argparse.Namespace(**vars(args) | explicit), get_preset(preset_name), show)
     if refused:
         raise ArgumentErrors(refused)
     _complete(args, config)
@@ -235,7 +255,9 @@ def _check(args: argparse.Namespace, machine: Machine) -> list[str]:
     found = check_values(
         args, preset, cuda=machine.cuda, fused_adam=machine.fused_adam, world_size=machine.world_size
     )
-    if not any("parallel-size" in sentence for sentence in found):
+    bad_sizes = find_bad_sizes(preset)
+    found += bad_sizes
+    if not bad_sizes and not any("parallel-size" in sentence for sentence in found):
         try:
             check_divisible(preset, args)
         except ValueError as error:
@@ -267,6 +289,8 @@ def _complete(args: argparse.Namespace, config: TrainConfig) -> None:
     args.output_dir = config.run.output_folder
     args.tensorboard_dir = args.tensorboard_dir or os.path.join(args.output_dir, "tensorboard")
     args.wandb_save_dir = args.wandb_save_dir or os.path.join(args.output_dir, "wandb")
+    if args.save and args.save_interval is None:
+        args.save_interval = args.train_iters  # at the end; Megatron insists on an interval
     if args.bf16:
         args.accumulate_allreduce_grads_in_fp32 = True
     args.padded_vocab_size = _pad_vocab_size(args)

@@ -83,8 +83,6 @@ def wrap_model(args: Namespace, model: torch.nn.Module, groups: ProcessGroupColl
         overlap_grad_reduce=False,
         use_distributed_optimizer=args.use_distributed_optimizer,
         check_for_nan_in_grad=False,
-        bucket_size=args.ddp_bucket_size,
-        num_buckets=args.ddp_num_buckets,
     )
     with cuda_means_cpu():
         return DistributedDataParallel(model.config, config, model, pg_collection=groups)

@@ -1,7 +1,7 @@
 """Model presets: the architecture of each supported model as one frozen record.
 
 `model_preset`: the record and the two languages that it speaks. `qwen`, `llama`, `glm`: the models of each family.
-`checks`: which parallel sizes a model can be cut into.
+`checks`: which parallel sizes a model can be cut into. `sizes`: which of its own sizes contradict each other.
 
 Left out: parallel sizes, precision and training settings, which are the launch's, not the model's.
 """

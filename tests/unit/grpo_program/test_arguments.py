@@ -59,7 +59,8 @@ def test_every_field_of_ours_is_a_flag_and_comes_back():
         "--loss-aggregation group_constant --loss-constant 32 --kl-estimator k2 --group-filter drop_uniform "
         "--group-filter-retries 1 --logprob-chunk-tokens 64 --semantics response_only --prompt-chunk-size 256 "
         "--response-block-size 128 --page-residency host --adjoint-residency host --attention-output-residency host "
-        "--index-page-residency host --selection-residency host --query-rows-at-once 99 --attention-exchange keys"
+        "--index-page-residency host --selection-residency host --query-rows-at-once 99 --attention-exchange keys "
+        "--model-preset tiny-glm5.2"  # index pages and selections are sparse attention's
     )
     _, config = parse(flags)
     _, default = parse()
@@ -124,7 +125,7 @@ REFUSED = {
     "--recompute-granularity selective --recompute-modules core_attn": "--recompute-modules mlp",
     "--recompute-activations": "--recompute-modules mlp",
     "--num-experts 4": "a --model-preset with experts",
-    "--moe-grouped-gemm": "--transformer-impl transformer_engine",
+    "--model-preset tiny-glm5.2 --moe-grouped-gemm": "--transformer-impl transformer_engine",
     "--expert-model-parallel-size 2": "does not divide the 1 ranks",
     "--expert-model-parallel-size 0": "at least 1",
     "--expert-tensor-parallel-size 2": "--expert-model-parallel-size",
@@ -155,6 +156,8 @@ REFUSED = {
     "--fp16": "--bf16",
     "--loss-scale 2": "not scaled",
     "--grad-reduce-in-bf16 --bf16": "float32",
+    "--ddp-bucket-size -1": "in one bucket",
+    "--ddp-num-buckets 2": "in one bucket",
     "--use-distributed-optimizer": "needs a GPU",
     "--transformer-impl transformer_engine": "needs a GPU",
     "--transformer-impl inference_optimized": "--transformer-impl local",
@@ -197,13 +200,13 @@ REFUSED = {
     "--data-parallel-random-init": "same weights",
     "--freeze-all-layers": "nothing to train",
     "--batch-size 3": "does not read",
-    "--save ckpt": "--save-interval",
+    "--save ckpt --save-interval 0": "--save-interval",
     "--save-interval 2": "--save",
     "--save ckpt --save-interval 2 --save-retain-interval 3": "multiple of --save-interval",
     "--ckpt-step 3": "--load",
     "--exit-on-missing-checkpoint": "--load",
-    "--lr 1e-3 --min-lr 1e-2": "--min-lr",
-    "--lr 1e-3 --lr-warmup-init 1e-2": "--lr-warmup-init",
+    "--lr 1e-3 --min-lr 1e-2 --lr-decay-style cosine": "--min-lr",
+    "--lr 1e-3 --lr-warmup-init 1e-2 --lr-warmup-iters 2": "--lr-warmup-init",
     "--lr-warmup-iters 10": "must be below --lr-decay-iters 10",
     "--lr-warmup-iters 2 --lr-warmup-fraction 0.1": "exclude each other",
     "--lr-warmup-fraction 1": "--lr-warmup-fraction",
@@ -211,7 +214,7 @@ REFUSED = {
     "--weight-decay-incr-style linear": "--start-weight-decay",
     "--start-weight-decay 0.1": "--weight-decay-incr-style",
     "--clip-grad -1": "--clip-grad",
-    "--eval-interval 0": "--eval-interval",
+    "--eval-data e --eval-interval 0": "--eval-interval",
     "--train-iters 0": "--train-iters",
     "--wandb-project p": "--wandb-exp-name",
     "--sequence-parallel": "--tensor-model-parallel-size above 1",
@@ -222,7 +225,7 @@ REFUSED = {
     "--responses-per-replay 9": "--group-size 8",
     "--reference-checkpoint there": "--kl-coefficient",
     "--group-size 1": "--group-size",
-    "--eval-samples 0": "--eval-samples",
+    "--eval-data e --eval-samples 0": "--eval-samples",
     "--prompt-chunk-size 0": "--prompt-chunk-size",
     "--not-a-flag": "unrecognized arguments",
     "--lr fast": "--lr",
@@ -258,7 +261,7 @@ def test_parallel_sizes_that_do_not_divide_the_model(ranks, ranks_there, flags, 
 
 
 def test_everything_wrong_is_said_at_once():
-    sentences = refusals("--pipeline-model-parallel-size 2 --fp16 --group-size 1 --optimizer sgd --save x")
+    sentences = refusals("--pipeline-model-parallel-size 2 --fp16 --group-size 1 --optimizer sgd --ckpt-step 1")
     assert len(sentences) == 5
 
 
@@ -275,7 +278,7 @@ def test_required_flags_are_asked_for():
         "--pipeline-model-parallel-size 1 --micro-batch-size 1 --calculate-per-token-loss --attention-dropout 0.0",
         "--no-gradient-accumulation-fusion --no-rope-fusion --no-masked-softmax-fusion --eval-iters 100",
         "--recompute-granularity selective --recompute-modules mlp --deterministic-mode",
-        "--bf16 --accumulate-allreduce-grads-in-fp32 --ddp-bucket-size 1000 --seed 3 --weight-decay 0.1",
+        "--bf16 --accumulate-allreduce-grads-in-fp32 --seed 3 --weight-decay 0.1",
     ],
 )
 def test_repeating_what_is_in_force_is_harmless(flags, monkeypatch):
