@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatron.grpo.presets import get_preset  # noqa: E402
+from tools.tool_flags import check_at_least_1, check_report_path, check_seed  # noqa: E402
 
 RUNS = ("conventional", "checkpointed", "exact", "response_only")
 DTYPES = ("float64", "float32", "bf16")
@@ -71,10 +72,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     unknown = [run for run in args.runs if run not in RUNS]
     if unknown:
         parser.error(f"--runs {','.join(unknown)} is not known; known are {','.join(RUNS)}")
-    for name in ("prompt_length", "response_length", "group_size", "responses_per_replay", "context_parallel_size",
-                 "expert_model_parallel_size", "chunk_size", "block_size", "repeat", "threads"):  # fmt: skip
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is at least 1, not {getattr(args, name)}")
+    check_at_least_1(parser, args, (
+        "prompt_length", "response_length", "group_size", "responses_per_replay", "context_parallel_size",
+        "expert_model_parallel_size", "chunk_size", "block_size", "repeat", "threads",
+    ))  # fmt: skip
+    check_seed(parser, args.seed)
+    check_report_path(parser, args.json)
     try:
         get_preset(args.model_preset)
     except ValueError as unknown_preset:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from longstraw.patches.world_sizes import find_misfits
 from megatron.grpo.presets import check_divisible, get_preset
 from tools.local_ranks import is_rank, run_ranks
+from tools.tool_flags import check_at_least_1, check_report_path, check_seed
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
 
@@ -42,15 +43,27 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--attention-output-residency", choices=("none", "host", "device"), default="none", help="as in training")
     add("--page-residency", choices=("device", "host"), default="device", help="as in training")
     add("--adjoint-residency", choices=("device", "host"), default="device", help="as in training")
+    add("--index-page-residency", choices=("device", "host"), default="device", help="as in training")
+    add("--selection-residency", choices=("none", "host", "device"), default="none", help="as in training")
     add("--query-rows-at-once", type=int, default=4096, help="as in training")
     add("--attention-exchange", choices=("auto", "queries", "keys"), default="auto", help="as in training")
     add("--dtype", choices=tuple(DTYPES), default="float64", help="of the engine; the reference is float64")
     add("--seed", type=int, default=1, help="of weights and tokens")
     add("--json", default="-", metavar="PATH", help="where the report goes; - is standard output")
     args = parser.parse_args(argv)
-    args.response_lengths = [int(n) for n in args.response_lengths.split(",")]
-    if args.prompt_length < 1 or min(args.response_lengths) < 1:
-        parser.error("--prompt-length and each of --response-lengths are at least 1")
+    try:
+        lengths = [int(n) for n in args.response_lengths.split(",")]
+    except ValueError:
+        parser.error(f"--response-lengths {args.response_lengths} are not whole numbers with commas between")
+    if min(lengths) < 1:
+        parser.error(f"each of --response-lengths is at least 1, not {min(lengths)}")
+    args.response_lengths = lengths
+    check_at_least_1(parser, args, (
+        "prompt_length", "chunk_size", "block_size", "query_rows_at_once", "context_parallel_size",
+        "tensor_model_parallel_size", "expert_model_parallel_size",
+    ))  # fmt: skip
+    check_seed(parser, args.seed)
+    check_report_path(parser, args.json)
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         parser.error("--sequence-parallel needs --tensor-model-parallel-size above 1")
     try:
@@ -100,6 +113,7 @@ def engine_gradients(args, model, groups, vocab_size, prompt, responses, weights
     config = SweepConfig(
         semantics=args.semantics, prompt_chunk_size=args.chunk_size, response_block_size=args.block_size,
         page_residency=args.page_residency, adjoint_residency=args.adjoint_residency,
+        index_page_residency=args.index_page_residency, selection_residency=args.selection_residency,
         attention_output_residency=args.attention_output_residency, query_rows_at_once=args.query_rows_at_once,
         attention_exchange=args.attention_exchange,
     )

@@ -23,6 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tools.tool_flags import check_report_path  # noqa: E402
+
 # What is heavy is imported where it is needed: bad input is refused at once.
 
 DTYPES = {"bf16": "bfloat16", "float32": "float32"}
@@ -64,6 +66,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if unit not in UNITS or not size.isdigit() or int(size) == 0:
         parser.error(f"--max-shard-size {args.max_shard_size} is not a size like 500MB or 5GB")
     args.max_shard_bytes = int(size) * UNITS[unit]
+    if args.json:
+        check_report_path(parser, args.json)
     return args
 
 

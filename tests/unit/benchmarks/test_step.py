@@ -90,6 +90,10 @@ def test_a_rank_that_fails_ends_the_others_run(tmp_path):
         (["--model-preset", "no-such-model"], "--model-preset no-such-model is not known"),
         (["--group-size", "0"], "--group-size is at least 1"),
         (["--prompt-length", "1"], "--prompt-length is at least 2"),
+        (["--chunk-size", "0"], "--chunk-size is at least 1, not 0"),
+        (["--seed", str(2**63)], "--seed lies between 0 and 2^63 - 1"),
+        (["--json", "no-such-folder/step.json"], "--json no-such-folder/step.json: there is no folder no-such-folder"),
+        (["--json", "."], "--json . is a folder"),
     ],
 )
 def test_bad_flags_get_a_sentence(bad, sentence, capsys):
