@@ -3,6 +3,8 @@
 Run by test_expert_checkpoint.py with a scratch folder. Each check's name is printed as it passes.
 """
 
+import os
+
 import torch
 
 from megatron.grpo.checkpointing import load_checkpoint, save_checkpoint
@@ -67,6 +69,7 @@ def check_resume(folder: str, saved: tuple[int, int], flags: str = "") -> None:
 
 def main(rank, ranks, arguments):
     scratch, *only = arguments
+    os.environ["WORLD_SIZE"] = str(ranks)  # as torchrun says it; the flags are checked against it
     checks = {"weights": check_weights_do_not_depend_on_the_sizes}
     for cp, ep in SIZES[:3]:
         checks[f"saved at cp{cp} ep{ep}"] = lambda cp=cp, ep=ep: check_resume(f"{scratch}/cp{cp}-ep{ep}", (cp, ep))
