@@ -10,9 +10,6 @@ A warm-start sequence goes on with further questions instead of ending: `<ask> k
 with a loss on every answer and its <eos>. Asked once a sequence, a small model learns nothing for a thousand steps;
 asked 24 times it learns recall within a few hundred.
 
-Some of the warm start's answers hesitate: `<ask> k31 w00 v12 <eos>`. The verifier of the RL task does not take such an
-answer, so a model that has learnt both styles has a habit to lose, besides recall to sharpen.
-
 No torch here: sequences are lists of token ids. Left out: facts that change, and questions over several facts.
 """
 
@@ -99,9 +96,6 @@ class WarmStartSequence:
     loss_mask: list[int]
     """1 where the token is an answer or its <eos>, to be predicted from the tokens before it; as long as token_ids."""
 
-    settled_mask: list[int]
-    """1 where of those tokens the context leaves only one: not where an answer may hesitate or not. For accuracy."""
-
     prompt_length: int
     """Tokens up to and including the first asked key; the first answer begins there."""
 
@@ -128,9 +122,8 @@ def make_warm_start_sequence(
     context_tokens: int,
     num_questions: int = 24,
     answer_tokens: int = 1,
-    num_hesitations: int = 0,
 ) -> WarmStartSequence:
-    """Draw one supervised sequence of `context_tokens + num_questions * (3 + answer_tokens) + num_hesitations` tokens.
+    """Draw one supervised sequence of `context_tokens + num_questions * (3 + answer_tokens)` tokens.
 
     Every fact is asked before any is asked again.
 
@@ -141,31 +134,20 @@ def make_warm_start_sequence(
         context_tokens: facts and filler. `num_facts * (1 + answer_tokens)` leaves no room for filler.
         num_questions: questions after the context.
         answer_tokens: values of each key.
-        num_hesitations: how many of the answers begin with the first filler word.
 
     Raises:
-        ValueError: the facts need more keys or more tokens than there are, there is no question, or more hesitations
-            than questions.
+        ValueError: the facts need more keys or more tokens than there are, or there is no question.
     """
-    if not 0 <= num_hesitations <= num_questions:
-        raise ValueError(f"{num_hesitations} of {num_questions} answers cannot hesitate")
     if num_questions < 1:
         raise ValueError(f"a warm-start sequence needs at least one question, not {num_questions}")
     context, facts = _scatter_facts(rng, vocabulary, num_facts, context_tokens, answer_tokens)
     ask, eos = vocabulary.words.index(ASK), vocabulary.words.index(EOS)
     asked = [fact for _ in range(-(-num_questions // num_facts)) for fact in rng.sample(facts, num_facts)]
-    token_ids = list(context)
-    loss_mask, settled_mask = [0] * len(context), [0] * len(context)
-    hesitant = set(rng.sample(range(num_questions), num_hesitations)) if num_hesitations else set()
-    for index, (key, values, _) in enumerate(asked[:num_questions]):
-        hesitation = [vocabulary.filler_id(0)] if index in hesitant else []
-        answer = [*hesitation, *values, eos]
-        token_ids += [ask, key, *answer]
-        loss_mask += [0, 0, *[1] * len(answer)]
-        settled_mask += [0, 0, 0 if num_hesitations else 1, *[1] * (len(answer) - 1)]
-    return WarmStartSequence(
-        token_ids=token_ids, loss_mask=loss_mask, settled_mask=settled_mask, prompt_length=context_tokens + 2
-    )
+    token_ids, loss_mask = list(context), [0] * len(context)
+    for key, values, _ in asked[:num_questions]:
+        token_ids += [ask, key, *values, eos]
+        loss_mask += [0, 0, *[1] * len(values), 1]
+    return WarmStartSequence(token_ids=token_ids, loss_mask=loss_mask, prompt_length=context_tokens + 2)
 
 
 def advance_num_facts(num_facts: int, accuracy: float, *, most: int, threshold: float = 0.95) -> int:
