@@ -7,8 +7,8 @@ the answers' accuracy passes a threshold (`recall_task`). The longest context is
 less and less the longer the context, which is what RL has to mend. Each rank takes its own sequences; gradients are
 summed over ranks as in training.
 
-The gated delta nets do not start at random: they start as a memory that looks up a word's successor (`start_as_memory`).
-From Megatron's own start, the same curriculum takes several times as many steps.
+The gated delta nets do not start at random, but as a memory that looks up a word's successor (`start_as_memory`). With
+random convolutions, 385 steps at a batch of 8 had only led from 1 fact to 4.
 
 Left out: schedules beyond a linear warm-up, held-out evaluation (the RL run measures that), resuming.
 """
@@ -67,8 +67,8 @@ def start_as_memory(model: torch.nn.Module, seed: int) -> None:
     """Start each gated delta net as a memory of which word follows which: the key of a token is the word before it.
 
     Queries and keys share one projection; the convolution passes values and queries on as they are and keys one token
-    late (the shift of H3: Fu et al. 2023, arXiv 2212.14052), with a tenth of its random weights beside that. `dt_bias` is
-    drawn so that decays per token are slow, steps from 0.001 to 0.1, log-uniform, as state-space models start (Mamba:
+    late (the shift of H3: Fu et al. 2023, arXiv 2212.14052), with a tenth of its random weights beside that. `dt_bias`
+    is drawn so that decays per token are slow, steps from 0.001 to 0.1, log-uniform, as state-space models start (Mamba:
     Gu and Dao 2023, section 3.6); Megatron starts it at 1, a memory one token long.
     """
     generator = torch.Generator().manual_seed(seed)
