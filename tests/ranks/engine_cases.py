@@ -150,10 +150,8 @@ def _sparse() -> list[Case]:
         replace(cp2, name="glm, cp2 ep2, host pages, kept outputs, batch", groups=((20, (6, 6, 6, 6)),), together=2, block=4,
                 pages="host", kept="host"),
         replace(cp2, name="deepseek, cp2 ep2", preset="tiny-deepseek-v3.2"),
-        replace(cp2, name="glm, cp2 ep1", ep=1),
         cp4,
         replace(cp4, name="glm, cp4 ep4, chunks of 2: ranks own nothing", groups=((9, (3, 1)),), chunk=2, block=1),
-        replace(cp4, name="glm, cp4 ep2", ep=2),
         spread,
     ]
 
