@@ -25,6 +25,9 @@ scalar with gradient. The sum over blocks and ranks is the segment's loss: a nor
 class Segment:
     """inputs [B, S] (S may be 0); targets [B, S] and loss, or neither; children follow the last input.
 
+    row_weights: [B, S], what each row weighs in losses that layers add (the indexer's): the weight of its target's loss.
+    Wanted by a model with such a loss, in a segment with targets.
+
     captures_only: nothing but the state is wanted of it, so its last layer stops there. block_size: of its blocks, where
     it is not the config's.
     """
@@ -36,12 +39,17 @@ class Segment:
     children: list["Segment"] = field(default_factory=list)
     captures_only: bool = False
     block_size: int | None = None
+    row_weights: torch.Tensor | None = None
 
     def __post_init__(self):
         if self.inputs.dim() != 2:
             raise ValueError(f"segment {self.name}: inputs are [batch, tokens], not {tuple(self.inputs.shape)}")
         if self.targets is not None and self.targets.shape != self.inputs.shape:
             raise ValueError(f"segment {self.name}: {tuple(self.targets.shape)} targets for {tuple(self.inputs.shape)} inputs")
+        if self.row_weights is not None and self.row_weights.shape != self.inputs.shape:
+            raise ValueError(
+                f"segment {self.name}: row weights {tuple(self.row_weights.shape)} for {tuple(self.inputs.shape)} inputs"
+            )
 
     @property
     def length(self) -> int:
@@ -55,6 +63,7 @@ class SegmentState:
 
     parent: the state that the segment follows. plan: its blocks. layers: the adapter's key -> its state.
     constant: later segments treat this state as a constant (`response_only`): they add nothing to its adjoints.
+    predicts: the segment has targets. row_weights: the segment's.
     """
 
     name: str
@@ -64,6 +73,8 @@ class SegmentState:
     start: int
     layers: dict[object, object] = field(default_factory=dict)
     constant: bool = False
+    predicts: bool = False
+    row_weights: torch.Tensor | None = None
     _positions: torch.Tensor | None = None
 
     @property

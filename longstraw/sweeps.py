@@ -94,6 +94,8 @@ class ReplayEngine:
         self.adapters = [*self.mixers, *find_routers(model)]
         self.lockstep = Lockstep(model.pg_collection.ep, self.cp, current_device())
         self.ledger = Ledger()
+        self.auxiliary_loss = 0.0
+        """This rank's share of the losses that layers added in replays so far (the indexer's); the caller sets it back."""
         self.policy = StatePolicy(
             page_residency=config.page_residency, index_page_residency=config.index_page_residency,
             adjoint_residency=config.adjoint_residency, selection_residency=config.selection_residency,
@@ -107,7 +109,10 @@ class ReplayEngine:
         block_size = self.config.prompt_chunk_size if segment.captures_only else self.config.response_block_size
         block_size = segment.block_size or block_size
         plan = plan_blocks(start, segment.length, block_size, self.cp.size(), self.cp.rank(), self.unit, self.cp)
-        state = SegmentState(segment.name, parent, plan, segment.inputs.shape[0], start, constant=constant)
+        state = SegmentState(
+            segment.name, parent, plan, segment.inputs.shape[0], start, constant=constant,
+            predicts=segment.targets is not None, row_weights=segment.row_weights,
+        )
         for adapter in self.adapters:
             state.layers[adapter.key] = adapter.open(state, self.policy)
         return state
@@ -159,6 +164,7 @@ class ReplayEngine:
         segment = Segment("idle", token, captures_only=kind.captures_only)
         if not kind.captures_only:
             segment.targets, segment.loss = token, lambda logprobs, columns: 0.0 * logprobs.sum()
+            segment.row_weights = torch.zeros(1, 1)
         state = self.open_segment(segment, None)
         hidden, runs = self._pass_block(segment, state, 0, replay=kind.replay)
         if kind.replay:
@@ -251,12 +257,12 @@ class ReplayEngine:
         for block in range(last):
             own = self._logprobs(segment, state, block, self.run_forward(segment, state, block)).detach()
             logprobs.append(gather_tokens(own, state.plan[block]))
+        if last:
+            self.prepare_adjoints(state)
         hidden, runs = self._run_block(segment, state, last, replay=True)
         own = self._logprobs(segment, state, last, hidden)
         logprobs.append(gather_tokens(own, state.plan[last]))
         segment.loss = make_loss(torch.cat(logprobs, 1))
-        if last:
-            self.prepare_adjoints(state)
         total = self._differentiate_block(segment, state, last, runs, own)
         del hidden, runs, own
         for block in reversed(range(last)):
@@ -284,6 +290,7 @@ class ReplayEngine:
         torch.autograd.backward(tensors, grads)
         for adapter in self.adapters:
             adapter.pass_adjoint(runs[adapter.key], state, block)
+        self.auxiliary_loss += sum(r.auxiliary_loss.item() for r in runs.values() if r.auxiliary_loss is not None)
         return 0.0 if loss is None else loss.item()
 
     def replay_children(self, children: list[Segment], state: SegmentState) -> float:

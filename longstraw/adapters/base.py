@@ -54,6 +54,7 @@ class LayerRun:
 
     layout: BlockLayout
     stop_here: bool
+    auxiliary_loss: torch.Tensor | None = None  # this rank's share of a loss that the layer itself added
 
 
 class LayerAdapter(Protocol):

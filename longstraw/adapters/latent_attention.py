@@ -8,9 +8,19 @@ IndexShare: a layer without an indexer uses the selection of the computing layer
 `SharedSelection` of the block's runs, never on the config. Blocks that end within the first top-k tokens select
 everything: they attend densely and score nothing.
 
+Training the indexer: with --dsa-indexer-loss-coeff c above 0 the loss has a further term (`longstraw.attention.indexer_loss`)
+
+    c x sum over computing layers and rows t of w_t x KL(p_t || q_t)
+
+where p is that layer's own attention over the selected keys, as in Megatron: layers that share its selection add nothing.
+w_t is the weight of row t in the main loss: the rows that predict a trained response token, with the main loss's
+normaliser. Rows of a prompt have no weight; their index keys get the gradient that response rows give them, through
+adjoints of index pages. Inputs of the indexer are cut from the graph: this term trains the indexer's parameters and
+nothing else, and nothing else trains these. Without it the indexer is frozen.
+
 Megatron's [s, b, h, d] ends here; inside it is [B, H, S, D].
 
-Left out: training the indexer (it is frozen); YaRN; latent attention without an indexer in the model.
+Left out: the indexer's loss over all keys; YaRN; latent attention without an indexer in the model.
 """
 
 from dataclasses import dataclass
@@ -21,16 +31,17 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAtten
 
 from longstraw.adapters.base import EndOfCapture, LayerRun, Root, StatePolicy, prefetch_in_backward, prefetch_pages
 from longstraw.attention.geometry import Exchange
+from longstraw.attention.indexer_loss import IndexerGradients, IndexerLossGeometry, MainAttention, differentiate_indexer
 from longstraw.attention.latent import attend_latents, latent_attention
 from longstraw.attention.layout import BlockLayout
-from longstraw.attention.selection import Selection, SelectionGeometry, select
+from longstraw.attention.selection import Selection, SelectionGeometry, select, select_everything
 from longstraw.attention.sparse import LatentGeometry
 from longstraw.patches.device import current_device
 from longstraw.prompt_state.kept import KeptOutputs
 from longstraw.prompt_state.ledger import LedgerEntry, foreseen
 from longstraw.prompt_state.latents import IndexView, KeptSelections, LatentView
 from longstraw.prompt_state.pages import ArenaView, PageArena
-from longstraw.segments import SegmentState
+from longstraw.segments import SegmentState, cut_columns
 
 
 @dataclass(eq=False)
@@ -55,8 +66,11 @@ class LatentState:
 class LatentRun(LayerRun):
     """One block: what core attention reads (above) and leaves (below).
 
-    shared: None where every key is selected. captures: the pass leaves pages. own_latents [B, M, D]: the very tensor of
-    the graph. own_index [B, M, E]: index keys of a pass without gradient. output: (o, lse) of such a pass.
+    shared: None where every key is selected. captures: the pass leaves pages. trains: its backward reaches the indexer;
+    predicts: and the segment has targets. row_weights [B, R]: of the indexer's loss; None where the block has none.
+    own_latents [B, M, D] and own_index [B, M, E]: the very tensors of the graph. index_queries: q [B, I, R, E] and head
+    weights [B, I, R] for the selection and, where it predicts, of the graph. index_grads: of these and own_index, once the
+    loss is taken. output: (o, lse) of a pass without gradient.
     """
 
     layout: BlockLayout
@@ -67,11 +81,16 @@ class LatentRun(LayerRun):
     captures: bool
     rows_at_once: int
     exchange: Exchange
+    trains: bool = False
+    predicts: bool = False
+    row_weights: torch.Tensor | None = None
     upcoming: tuple[ArenaView, ...] = ()
     preceding: tuple[ArenaView, ...] = ()
     kept: tuple[torch.Tensor, torch.Tensor] | None = None
     own_latents: torch.Tensor | None = None
     own_index: torch.Tensor | None = None
+    index_queries: tuple[torch.Tensor, torch.Tensor] | None = None
+    index_grads: IndexerGradients | None = None
     output: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -81,8 +100,8 @@ class LatentRun(LayerRun):
 
     @property
     def read_in_forward(self) -> tuple[ArenaView, ...]:
-        """The pages that this pass's forward reads: no latents where the output was kept."""
-        return self.history if self.kept is None else self.index
+        """The pages that this pass's forward reads: no latents where the output was kept and the indexer learns nothing."""
+        return self.history if self.kept is None or self.row_weights is not None else self.index
 
     @property
     def differentiated(self) -> tuple[ArenaView, ...]:
@@ -114,7 +133,7 @@ class PagedSparseAttention(DSAttention):
         super().__init__(config, *args, **kwargs)
         self._run: LatentRun | None = None
         self._rotaries: list[tuple[torch.nn.Module, torch.nn.Module]] = []
-        if self.indexer is not None:
+        if self.indexer is not None and not config.dsa_indexer_loss_coeff:
             self.indexer.requires_grad_(False)  # a selection has no gradient
 
     def follow_blocks(self, attention: AbsorbedMLASelfAttention) -> None:
@@ -139,50 +158,75 @@ class PagedSparseAttention(DSAttention):
         q = query.permute(1, 2, 0, 3)
         latents = key[: run.layout.mine, :, 0].transpose(0, 1).contiguous()
         run.own_latents = latents
-        scored = self._score(run, x, qr)
+        self._score(run, x, qr)
         if run.stop_here:
             raise EndOfCapture
         prefetch_pages(run.read_in_forward, run.upcoming)
-        if scored is not None:
-            run.shared.selection = self._select(run, *scored)
+        if run.shared is not None and run.shared.selection is None:
+            run.shared.selection = self._select(run)
         selection = None if run.shared is None else run.shared.selection
         geometry = LatentGeometry(
             run.layout, self.softmax_scale, self.config.kv_lora_rank, run.rows_at_once, run.latents, exchange=run.exchange
         )
         if torch.is_grad_enabled():
-            o = latent_attention(q.contiguous(), latents, selection, geometry, run.kept)
+            kept = run.kept
+            if run.row_weights is not None:
+                kept = self._learn(run, q.detach().contiguous(), latents.detach(), selection, geometry)
+            o = latent_attention(q.contiguous(), latents, selection, geometry, kept)
             prefetch_in_backward(o, run.differentiated, run.preceding)
         else:
             run.output = attend_latents(q.contiguous(), latents, selection, geometry)
             o = run.output[0]
         return torch.einsum("bhsv,hfv->sbhf", o, up_v_weight).flatten(2)
 
-    @torch.no_grad()
-    def _score(self, run: LatentRun, x, qr) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Index queries [B, I, R, E] and weights [B, I, R], and the own keys left in the run; None where none is wanted.
+    def _score(self, run: LatentRun, x, qr) -> None:
+        """Leave in the run the own index keys, for the pages or as roots, and the index queries, where any are wanted.
 
-        A pass that captures leaves the keys for the pages, also where its own block selects everything.
+        A pass that captures leaves the keys, also where its own block selects everything.
         """
-        wanted = run.shared is not None and run.shared.selection is None and not run.stop_here
-        if self.indexer is None or not (run.captures or wanted):
-            return None
-        q, k, weights = self.indexer.forward_before_topk(x.detach(), qr.detach())
-        run.own_index = k[: run.layout.mine].transpose(0, 1).contiguous()
-        return (q.permute(1, 2, 0, 3), weights.permute(1, 2, 0)) if wanted else None
+        selects = run.shared is not None and run.shared.selection is None and not run.stop_here
+        if self.indexer is None or not (run.captures or run.trains or selects):
+            return
+        with torch.set_grad_enabled(run.trains):
+            q, k, weights = self.indexer.forward_before_topk(x.detach(), qr.detach())
+            run.own_index = k[: run.layout.mine].transpose(0, 1).contiguous()
+            if selects or run.predicts:
+                run.index_queries = q.permute(1, 2, 0, 3), weights.permute(1, 2, 0)
 
-    def _select(self, run: LatentRun, q: torch.Tensor, weights: torch.Tensor) -> Selection:
+    def _select(self, run: LatentRun) -> Selection:
         geometry = SelectionGeometry(
             run.layout, self.index_topk, self.config.dsa_indexer_scoring_relu, run.rows_at_once, run.index
         )
-        return select(q, weights, run.own_index, geometry)
+        selection = select(*run.index_queries, run.own_index, geometry)
+        if not run.predicts:
+            run.index_queries = None
+        return selection
+
+    @torch.no_grad()
+    def _learn(self, run: LatentRun, q, latents, selection, geometry: LatentGeometry) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the indexer's loss of the block; returns the attention's output and log-sum-exp, which it needs anyway."""
+        kept = run.kept or attend_latents(q, latents, selection, geometry)
+        if selection is None:
+            selection = select_everything(run.layout, run.rows_at_once, run.index, q.shape[0], q.device)
+        run.index_grads = differentiate_indexer(
+            *run.index_queries, run.own_index, MainAttention(q, latents, kept[1]), run.row_weights, selection,
+            IndexerLossGeometry(
+                run.layout, self.softmax_scale, self.config.dsa_indexer_scoring_relu, run.rows_at_once, run.latents, run.index
+            ),
+        )
+        run.auxiliary_loss = run.index_grads.loss
+        return kept
 
 
 def _refuse_unsupported(config) -> None:
     """Raise ValueError, naming the flag, for what this attention cannot do."""
     if config.rope_type != "rope":
         raise ValueError(f"--rope-type {config.rope_type} is not supported with latent attention: use --rope-type rope")
-    if config.dsa_indexer_loss_coeff:
-        raise ValueError(f"--dsa-indexer-loss-coeff {config.dsa_indexer_loss_coeff} is not supported: the indexer is frozen")
+    if config.dsa_indexer_loss_coeff and not config.dsa_indexer_use_sparse_loss:
+        raise ValueError(
+            f"--dsa-indexer-loss-coeff {config.dsa_indexer_loss_coeff} needs --dsa-indexer-use-sparse-loss: the indexer's loss "
+            "over all keys is not supported, only over the selected ones"
+        )
     if config.recompute_granularity is not None and set(config.recompute_modules or ()) != {"mlp"}:
         raise ValueError(
             f"--recompute-granularity {config.recompute_granularity} --recompute-modules {config.recompute_modules} would run "
@@ -208,6 +252,11 @@ class LatentAttentionAdapter:
     def computes(self) -> bool:
         """Whether this layer computes a selection (others use that of layer `source`)."""
         return self.module.indexer is not None
+
+    @property
+    def trains(self) -> bool:
+        """Whether the layer has an indexer with anything to train."""
+        return self.computes and any(parameter.requires_grad for parameter in self.module.indexer.parameters())
 
     def open(self, segment: SegmentState, policy: StatePolicy) -> LatentState:
         """Pages for the tokens that this rank will own."""
@@ -246,26 +295,44 @@ class LatentAttentionAdapter:
         if self.computes:
             index = tokens * config.dsa_indexer_head_dim * dtype.itemsize
             found.append(("index_pages", index, policy.index_page_residency))
+        if self.trains and not segment.constant:
+            adjoint = tokens * config.dsa_indexer_head_dim * wide.itemsize
+            found.append(("index_adjoint", adjoint, policy.adjoint_residency))
         if self.computes and policy.selection_residency != "none" and not stops:
             scored = sum(b.rows for b in segment.plan if b.start + b.length > self.module.index_topk)
             found.append(("selection", 4 * scored * self.module.index_topk, policy.selection_residency))
         return foreseen(segment, self.layer_number, tokens, found)
 
     def restore(self, segment, block, policy, *, replay, stop_here) -> LatentRun:
-        """The pages before the block and, in a replay, its kept output and selection."""
+        """The pages before the block and, in a replay, its kept output and selection, and the rows that teach the indexer.
+
+        Raises ValueError where the indexer has a loss but a segment with targets no row weights.
+        """
         layout, state, device = segment.plan[block], segment.layers[self.key], current_device()
         shared = None
         if layout.start + layout.length > self.module.index_topk:
             shared = self._share_selection(segment, block, replay)
         ancestors = [(a, len(a.plan), a.constant) for a in segment.ancestors()] + [(segment, block, False)]
         latents = tuple(LatentView(*self._rows(*of, "latents"), device) for of in ancestors)
-        index = ()
-        if self.computes and shared is not None and shared.selection is None:
-            index = tuple(IndexView(*self._rows(*of, "index"), of[0].own_positions(device)) for of in ancestors)
+        trains, index = replay and self.trains, ()
+        row_weights = self._row_weights(segment, block) if trains and segment.predicts else None
+        if self.computes and (row_weights is not None or shared is not None and shared.selection is None):
+            index = tuple(IndexView(*self._rows(*of, "index"), device, of[0].own_positions(device)) for of in ancestors)
         return LatentRun(
             layout, stop_here, latents, index, shared, not replay, policy.rows_at_once, policy.attention_exchange,
+            trains=trains, predicts=trains and segment.predicts, row_weights=row_weights,
             kept=state.kept.take(block, device) if replay else None,
         )
+
+    def _row_weights(self, segment: SegmentState, block: int) -> torch.Tensor | None:
+        """What this rank's rows [B, R] weigh in the indexer's loss; None, on every rank alike, where none weighs anything."""
+        coefficient = self.module.config.dsa_indexer_loss_coeff
+        if not coefficient:
+            return None
+        if segment.row_weights is None:
+            raise ValueError(f"--dsa-indexer-loss-coeff {coefficient} needs row weights in segment {segment.name}")
+        weights = segment.row_weights[:, cut_columns(segment, block)]
+        return segment.plan[block].take_rows(coefficient * weights).to(current_device()) if weights.any() else None
 
     def _rows(self, segment: SegmentState, blocks: int, constant: bool, pages: str):
         rank = segment.plan[0].rank if segment.plan else 0
@@ -285,24 +352,42 @@ class LatentAttentionAdapter:
         if run.output is not None:
             state.kept.keep(block, *run.output)
         if self.computes:
-            state.index.append(run.own_index[:, None])
+            if run.own_index is not None:  # a replay that stands in for a capture leaves keys only if they have a gradient
+                state.index.append(run.own_index[:, None])
             if run.shared is not None and run.shared.selection is not None:
                 state.selections.keep(block, run.shared.selection)
             state.shared = None
 
     def prepare(self, segment: SegmentState) -> None:
-        """Zero adjoints for the latents, on every rank, also where a rank owns none."""
+        """Zero adjoints for the latents (and index keys), on every rank, also where a rank owns none."""
         if segment.plan:
             segment.layers[self.key].latents.open_adjoints(current_device())
+            if self.trains:
+                segment.layers[self.key].index.open_adjoints(current_device())
 
     def replay_roots(self, run: LatentRun, segment: SegmentState, block: int) -> list[Root]:
-        """The block's latents with the adjoint of their pages, where anything follows the block."""
-        pages = segment.layers[self.key].latents
-        if not pages.has_adjoints:
-            return []
+        """The block's latents with the adjoint of their pages, where anything follows the block; and the indexer's."""
+        roots, pages = [], segment.layers[self.key].latents
         start = segment.rows_before(block)
-        (grad,) = pages.adjoint(start, start + run.layout.mine, run.own_latents.device)
-        return [(run.own_latents, grad[:, 0].to(run.own_latents.dtype))]
+        if pages.has_adjoints:
+            (grad,) = pages.adjoint(start, start + run.layout.mine, run.own_latents.device)
+            roots.append((run.own_latents, grad[:, 0].to(run.own_latents.dtype)))
+        return roots + self._index_roots(run, segment, start) if run.trains else roots
+
+    def _index_roots(self, run: LatentRun, segment: SegmentState, start: int) -> list[Root]:
+        """Own index keys with what their own block and later ones give them, and the queries of a segment with targets.
+
+        Zeros where there is nothing: a parameter that could be trained has a gradient.
+        """
+        pages, grads, keys = segment.layers[self.key].index, run.index_grads, run.own_index
+        grad = torch.zeros_like(keys, dtype=torch.promote_types(keys.dtype, torch.float32)) if grads is None else grads.k
+        if pages.has_adjoints:
+            grad = grad + pages.adjoint(start, start + run.layout.mine, keys.device)[0][:, 0]
+        roots = [(keys, grad.to(keys.dtype))]
+        if run.predicts:
+            found = map(torch.zeros_like, run.index_queries) if grads is None else (grads.q, grads.weights)
+            roots += [(tensor, grad.to(tensor.dtype)) for tensor, grad in zip(run.index_queries, found)]
+        return roots
 
     def pass_adjoint(self, run: LatentRun, segment: SegmentState, block: int) -> None:
         """Release the block's pages; their adjoints have gone into its graph."""

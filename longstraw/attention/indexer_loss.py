@@ -132,6 +132,7 @@ def differentiate_indexer(
     the adjoints of their pages. Every rank of the layout's group calls it.
     """
     layout, wide = geometry.layout, torch.promote_types(q.dtype, torch.float32)
+    row_weights = row_weights.type(wide)  # not `.to`, which a float64 audit makes the identity
     dk, loss = torch.zeros(k.shape, dtype=wide, device=q.device), torch.zeros((), dtype=wide, device=q.device)
     index = [pages.read() if pages.rows else None for pages in geometry.index] + [k]
     latents = [pages.read() if pages.rows else None for pages in geometry.latents] + [main.latents]
@@ -141,7 +142,7 @@ def differentiate_indexer(
         for (a, b), rows in zip(layout.sub_blocks(geometry.rows_at_once), selection.parts, strict=True):
             queries = _gather_queries(q, weights, layout, a, b, wide)
             pairs = _score_selected(queries, _gather_main(main, layout, a, b, wide), index, latents, rows, geometry)
-            part, numbers = _merge_sums(_local_sums(pairs, queries[1]), row_weights[:, a:b].to(wide), layout)
+            part, numbers = _merge_sums(_local_sums(pairs, queries[1]), row_weights[:, a:b], layout)
             loss += part
             grads = _local_bwd(queries, pairs, numbers, index, adjoints, rows, geometry).movedim(1, 2)
             dqs.append(scatter_rows(grads, layout).sum(0))

@@ -1,8 +1,8 @@
 """Views of the pages of multi-latent attention, and the selections that the forward sweep kept.
 
 A layer's latent pages are one tensor of one head: the normalised latent and the rotary key of each token, with an adjoint.
-Layers that compute a selection also have index pages, the indexer's keys: constants, as a selection has no gradient. Both
-lie in arenas (`longstraw.prompt_state.pages`).
+Layers that compute a selection also have index pages, the indexer's keys. A selection has no gradient: index pages have
+adjoints only where the indexer's own loss trains it. Both lie in arenas (`longstraw.prompt_state.pages`).
 
 B batch, N rows in use, D latent key width, E index dim.
 """
@@ -41,14 +41,11 @@ class LatentView(ArenaView):
 
 
 @dataclass(frozen=True)
-class IndexView(ArenaView):
-    """A view of index pages (`longstraw.attention.selection.IndexPages`); at: the positions of all of the arena's rows."""
+class IndexView(LatentView):
+    """A view of index pages (`longstraw.attention.selection.IndexPages`), [B, rows, E]; at: the positions of all of the
+    arena's rows."""
 
     at: torch.Tensor | None = None
-
-    def read(self) -> torch.Tensor:
-        """[B, rows, E] on the compute device."""
-        return self.arena.read(self.rows)[0][:, 0]
 
     def positions(self) -> torch.Tensor:
         """Absolute positions [rows], ascending."""

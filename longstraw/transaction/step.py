@@ -26,10 +26,14 @@ class StepInterrupted(Exception):
 
 @dataclass(eq=False)
 class ReplayResult:
-    """This rank's share of the step's loss, and its statistics (None where it had no response)."""
+    """This rank's share of the step's loss, and its statistics (None where it had no response).
+
+    auxiliary_loss: this rank's share of what layers added (the indexer's loss); `loss` is without it.
+    """
 
     loss: float
     statistics: LossStatistics | None
+    auxiliary_loss: float = 0.0
 
 
 class Step:
@@ -89,7 +93,7 @@ class Step:
         Old log-probabilities that are missing are those of the replay itself: the weights that sampled are the present
         ones, and the ratio is exactly 1.
         """
-        loss, statistics = 0.0, None
+        loss, statistics, self.engine.auxiliary_loss = 0.0, None, 0.0
         for group in groups:
             weights = compute_loss_weights(group.loss_masks(), self.objective, counts=counts)
             if group.state is None:
@@ -99,7 +103,7 @@ class Step:
             loss += part
             for item in found:
                 statistics = item if statistics is None else statistics + item
-        return ReplayResult(loss, statistics)
+        return ReplayResult(loss, statistics, self.engine.auxiliary_loss)
 
     def _replay_group(self, group: PromptGroup, weights: list[torch.Tensor]) -> tuple[float, list[LossStatistics]]:
         state, loss, found = group.state, 0.0, []
@@ -110,6 +114,7 @@ class Step:
             if not any(group.kept[i] for i in indices):
                 continue
             self.check_stop()
+            segment.row_weights = torch.nn.utils.rnn.pad_sequence([weights[i] for i in indices], batch_first=True)
             made: list[GroupLoss] = []
 
             def make_loss(logprobs: torch.Tensor) -> GroupLoss:

@@ -13,7 +13,7 @@ class Case:
     groups: (prompt length, response lengths) each; a data-parallel replica takes every dp-th of them, or none.
     documents: lengths of documents with a loss of their own, one after another, in place of groups. single_token: only one
     response token of each group has a weight. together: responses replayed at a time. in_one_go: each response scored and
-    replayed in one go.
+    replayed in one go. indexer_loss: coefficient of the loss that trains the indexers of latent attention.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Case:
     rows_at_once: int = 4096
     pages: str = "device"
     index_pages: str = "device"
+    adjoints: str = "device"
     kept: str = "none"
     selections: str = "none"
     exchange: str = "auto"
@@ -38,6 +39,7 @@ class Case:
     together: int = 1
     in_one_go: bool = False
     single_token: bool = False
+    indexer_loss: float = 0.0
     vocab_size: int | None = None
 
     @property
@@ -174,8 +176,20 @@ def _latent() -> list[Case]:
             replace(cp, name=f"{cp.name}, documents", documents=(37, 51, 40), block=16),
             replace(cp, name=f"{cp.name}, response only", semantics="response_only"),
         ]
+        trained = replace(cp, name=f"{cp.name}, indexer trained", indexer_loss=0.7)
+        cases += [
+            trained,
+            replace(trained, name=f"{trained.name}, odd prompt and 1-token responses", **ODD),
+            replace(trained, name=f"{trained.name}, chunks of 2: ranks own nothing", groups=((9, (3, 1)),), chunk=2, block=1),
+            replace(trained, name=f"{trained.name}, all state on the host, sub-blocks", rows_at_once=3, adjoints="host", **host),
+            replace(trained, name=f"{trained.name}, batch", groups=((20, (6, 6, 6, 6)),), together=4, block=4),
+            replace(trained, name=f"{trained.name}, one at a time", groups=((20, (6, 6, 6, 6)),), in_one_go=True),
+            replace(trained, name=f"{trained.name}, documents", documents=(37, 51, 40), block=16),
+            replace(trained, name=f"{trained.name}, response only", semantics="response_only"),
+        ]
     both = Case(name="latent, dp2 x cp2", preset="small-latent", ranks=4, cp=2, groups=((20, (5, 1)), (33, (2, 6))))
-    return [*cases, both, replace(both, name="latent, dp4", cp=1)]
+    return [*cases, both, replace(both, name="latent, dp4", cp=1),
+            replace(both, name="latent, dp2 x cp2, indexer trained", indexer_loss=0.7)]
 
 
 CASES = {case.name: case for case in (*_two(), *_four())}

@@ -23,6 +23,7 @@ from megatron.grpo.sharding import gather_gradients
 from tests.ranks.engine_cases import CASE_SETS, Case
 from tests.support import models
 from tests.support.dense import compare_gradients, constant_prompt, dense_gradients
+from tests.support.indexer import dense_with_indexer
 from tests.support.latent_models import small_preset
 from tests.support.ranks import fork_ranks
 
@@ -51,7 +52,7 @@ def build(case: Case, groups):
     padded = None if case.vocab_size is None else 128
     pair = models.build_pair(
         preset_of(case), getattr(torch, case.dtype), groups, sequence_parallel=case.sequence_parallel,
-        padded_vocab_size=padded,
+        padded_vocab_size=padded, indexer_loss=case.indexer_loss,
     )
     for parameter in pair.plain.parameters():  # Megatron draws by tensor-parallel rank
         dist.broadcast(parameter.data, 0)
@@ -68,6 +69,7 @@ def open_engine(case: Case, pair):
         semantics=case.semantics, prompt_chunk_size=case.chunk, response_block_size=case.block, page_residency=case.pages,
         attention_output_residency=case.kept, query_rows_at_once=case.rows_at_once,
         attention_exchange=case.exchange, index_page_residency=case.index_pages, selection_residency=case.selections,
+        adjoint_residency=case.adjoints,
     )
 
 
@@ -132,12 +134,22 @@ def check_scores(case: Case, pair, group, seen):
         assert torch.equal(first, value), "ranks disagree"
 
 
+def dense_pass(case: Case, pair, sequence, constant: int):
+    """Loss and gradients of one sequence; with the indexer's loss where the case has one."""
+    if not case.indexer_loss:
+        return dense_gradients(pair.plain, [sequence], vocab_size=pair.vocab_size)
+    loss, _, grads = dense_with_indexer(
+        pair.plain, [sequence], case.indexer_loss, constant=constant, vocab_size=pair.vocab_size
+    )
+    return loss, grads
+
+
 _references: dict[tuple, tuple[float, dict]] = {}
 
 
 def reference_of(case: Case, pair, token_groups):
     """The dense loss and gradients, computed once per model and tokens; sequences are shared out over the ranks."""
-    key = (pair.preset, case.dtype, case.groups, case.documents, case.single_token, case.semantics)
+    key = (pair.preset, case.dtype, case.groups, case.documents, case.single_token, case.semantics, case.indexer_loss)
     if key not in _references:
         constant = case.semantics == "response_only"
         share = [
@@ -145,8 +157,9 @@ def reference_of(case: Case, pair, token_groups):
         ][dist.get_rank() :: dist.get_world_size()]
         total, grads = torch.zeros((), dtype=torch.float64), {n: torch.zeros_like(p) for n, p in pair.plain.named_parameters()}
         for group, sequence in share:
-            with constant_prompt(pair.plain, group.prompt.shape[1] - 1 if constant else 0):
-                loss, found = dense_gradients(pair.plain, [sequence], vocab_size=pair.vocab_size)
+            prompt = group.prompt.shape[1] - 1 if constant else 0
+            with constant_prompt(pair.plain, prompt):
+                loss, found = dense_pass(case, pair, sequence, prompt)
             total += loss
             for name, grad in found.items():
                 grads[name] += grad
@@ -158,7 +171,7 @@ def reference_of(case: Case, pair, token_groups):
 
 def run_case(case: Case, groups, built: dict) -> dict:
     with lift_float64():
-        model = (case.preset, case.vocab_size, case.dtype, case.sequence_parallel)
+        model = (case.preset, case.vocab_size, case.dtype, case.sequence_parallel, case.indexer_loss)
         if model not in built:
             built[model] = build(case, groups)
         pair, ddp = built[model]

@@ -20,6 +20,6 @@ def small_preset(**change) -> ModelPreset:
 
 
 @cache
-def small_latent(dtype: torch.dtype = torch.float64, **change) -> ModelPair:
-    """The pair of `small_preset` in this process alone, built once."""
-    return build_pair(small_preset(**change), dtype, one_rank())
+def small_latent(dtype: torch.dtype = torch.float64, *, indexer_loss: float = 0.0, **change) -> ModelPair:
+    """The pair of `small_preset` in this process alone, built once; indexer_loss: the coefficient."""
+    return build_pair(small_preset(**change), dtype, one_rank(), indexer_loss=indexer_loss)

@@ -68,9 +68,12 @@ def draw_weights(model: torch.nn.Module, seed: int) -> None:
 
 def build_pair(
     preset: ModelPreset, dtype: torch.dtype, groups: ProcessGroupCollection, *, sequence_parallel: bool = False,
-    padded_vocab_size: int | None = None, seed: int = 1,
+    padded_vocab_size: int | None = None, seed: int = 1, indexer_loss: float = 0.0,
 ) -> ModelPair:
-    """A pair on these groups; the conventional model is whole on every rank."""
+    """A pair on these groups; the conventional model is whole on every rank.
+
+    indexer_loss: the coefficient of the stateful model's loss of its sparse indexer.
+    """
     model_parallel_cuda_manual_seed(seed)
     router = {"moe_router_dtype": "fp64"} if preset.has_experts else {}
     plain_config = preset.transformer_config(use_cpu_initialization=True, **router)
@@ -82,6 +85,7 @@ def build_pair(
         use_cpu_initialization=True, tensor_model_parallel_size=groups.tp.size(),
         context_parallel_size=groups.cp.size(), expert_model_parallel_size=groups.ep.size(),
         sequence_parallel=sequence_parallel, **(router if dtype is torch.float64 else {}),
+        **(dict(dsa_indexer_loss_coeff=indexer_loss, dsa_indexer_use_sparse_loss=True) if indexer_loss else {}),
     )
     model = build_model(preset, config, groups, padded_vocab_size=padded_vocab_size).to(dtype)
     pair = ModelPair(preset, plain, model, preset.vocab_size)
@@ -134,7 +138,10 @@ class Group:
         batches = [slice(i, i + together) for i in range(0, len(self.responses), together)]
         responses = [torch.stack(self.responses[batch]) for batch in batches]
         losses = [weighted_loss(torch.stack(self.weights[batch])) for batch in batches]
-        return grow_group(self.prompt, responses, losses)
+        tree = grow_group(self.prompt, responses, losses)
+        for child, batch in zip(tree.children, batches):
+            child.row_weights = torch.stack(self.weights[batch]).abs()
+        return tree
 
     def sequences(self) -> list[Sequence]:
         """The group as whole sequences for the dense pass."""
@@ -154,7 +161,8 @@ class Document:
 
     def tree(self, *, together: int = 1) -> Segment:
         """One segment with a loss."""
-        return Segment("document", self.tokens[:, :-1], self.tokens[:, 1:], weighted_loss(self.weights[None]))
+        loss, row_weights = weighted_loss(self.weights[None]), self.weights[None].abs()
+        return Segment("document", self.tokens[:, :-1], self.tokens[:, 1:], loss, row_weights=row_weights)
 
     def sequences(self) -> list[Sequence]:
         """The document as it is."""

@@ -325,7 +325,7 @@ def test_the_conventional_model_is_refused():
 
 @pytest.mark.parametrize("change, message", [
     (dict(rope_type="yarn"), "--rope-type yarn is not supported with latent attention"),
-    (dict(dsa_indexer_loss_coeff=0.1), "--dsa-indexer-loss-coeff 0.1 is not supported: the indexer is frozen"),
+    (dict(dsa_indexer_loss_coeff=0.1), "--dsa-indexer-loss-coeff 0.1 needs --dsa-indexer-use-sparse-loss"),
     (dict(recompute_granularity="selective", recompute_modules=["mla_up_proj"]), "--recompute-granularity selective"),
 ])
 def test_unsupported_settings_are_refused(change, message):
