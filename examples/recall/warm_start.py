@@ -68,8 +68,8 @@ def start_as_memory(model: torch.nn.Module, seed: int) -> None:
 
     Queries and keys share one projection; the convolution passes values and queries on as they are and keys one token
     late (the shift of H3: Fu et al. 2023, arXiv 2212.14052), with a tenth of its random weights beside that. `dt_bias`
-    is drawn so that decays per token are slow, steps from 0.001 to 0.1, log-uniform, as state-space models start (Mamba:
-    Gu and Dao 2023, section 3.6); Megatron starts it at 1, a memory one token long.
+    is drawn so that decays per token are slow, steps from 0.001 to 0.1, log-uniform, as state-space models start
+    (Mamba: Gu and Dao 2023, section 3.6); Megatron starts it at 1, a memory one token long.
     """
     generator = torch.Generator().manual_seed(seed)
     for net in (m for m in model.modules() if isinstance(m, StatefulGatedDeltaNet)):
