@@ -20,7 +20,7 @@ def main() -> None:
     ranks = int(sys.argv[1])
     groups = process_groups.initialize_groups(context_parallel=ranks)
     alone = process_groups.single_rank_groups(groups)
-    process_groups.initialize_groups = lambda *, context_parallel: groups if context_parallel == ranks else alone
+    process_groups.initialize_groups = lambda *, context_parallel, expert_parallel: groups if context_parallel == ranks else alone
     flags = "--dtype float64 --chunk-size 16 --block-size 4 --responses-per-replay 2 --context-parallel-size"
     args = parse_arguments([*flags.split(), str(ranks)])
     found = []

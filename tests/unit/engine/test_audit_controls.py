@@ -148,8 +148,8 @@ def test_comparison_of_known_gradients():
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--prompt-length", "0"], "--prompt-length and each of --response-lengths are at least 1"),
-    (["--response-lengths", "3,0"], "--prompt-length and each of --response-lengths are at least 1"),
+    (["--prompt-length", "0"], "--prompt-length is at least 1, not 0"),
+    (["--response-lengths", "3,0"], "each of --response-lengths is at least 1, not 0"),
     (["--sequence-parallel"], "--sequence-parallel needs --tensor-model-parallel-size above 1"),
     (["--model-preset", "gpt-5"], "--model-preset gpt-5 is not known; known are tiny-qwen3.6"),
     (["--context-parallel-size", "3"], "--tensor-model-parallel-size 1 x --context-parallel-size 3 does not divide the 4"),
