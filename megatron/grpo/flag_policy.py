@@ -30,7 +30,7 @@ _PRESET_FLAGS = """
 """
 _TRAINING_FLAGS = """
     train_iters eval_interval seed deterministic_mode use_cpu_initialization bf16 accumulate_allreduce_grads_in_fp32
-    recompute_granularity recompute_modules
+    recompute_granularity recompute_modules dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
     optimizer adam_beta1 adam_beta2 adam_eps weight_decay start_weight_decay end_weight_decay weight_decay_incr_style
     apply_wd_to_qk_layernorm clip_grad
     lr min_lr decoupled_lr decoupled_min_lr lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_fraction
@@ -96,7 +96,6 @@ _REASONS = {
     "moe_token_drop_policy": "dropped tokens would make the gradient depend on how blocks are cut",
     "moe_layer_recompute": "only the dense MLP can be recomputed: --recompute-granularity selective --recompute-modules mlp",
     "moe_use_upcycling": "the architecture comes from --model-preset",
-    "dsa_indexer_loss_coeff": "the indexer's own loss is not supported",
     "mtp_num_layers": "multi-token prediction layers are not supported: their loss is not part of GRPO's",
     "fp16": "the loss scaling of fp16 is not supported: use --bf16",
     "loss_scale": "the loss is not scaled here, so the optimizer would divide the gradient by a factor it never had",
@@ -281,6 +280,13 @@ def _check_model(args: Namespace, preset: ModelPreset) -> list[str]:
     ]
     if preset.has_experts and not get_preset(args.model_preset).has_experts:
         found.append(f"--num-experts {preset.num_experts} needs a --model-preset with experts, unlike {preset.name}")
+    if args.dsa_indexer_loss_coeff and not preset.sparse:
+        found.append(f"--dsa-indexer-loss-coeff needs a --model-preset with sparse attention, unlike {preset.name}")
+    elif args.dsa_indexer_loss_coeff and (args.dsa_indexer_loss_coeff < 0 or not args.dsa_indexer_use_sparse_loss):
+        found.append(
+            f"--dsa-indexer-loss-coeff {args.dsa_indexer_loss_coeff} needs to be at least 0, and --dsa-indexer-use-sparse-loss: "
+            "the loss is over the selected keys"
+        )
     if args.moe_grouped_gemm and args.transformer_impl != "transformer_engine":
         found.append("--moe-grouped-gemm needs --transformer-impl transformer_engine")
     return found

@@ -259,12 +259,14 @@ class Trainer:
             if not taken:
                 raise StepRejected(f"step {number}: the gradient's norm is {norm}")
             self._clear_gradients()
-            loss = torch.tensor(result.loss, dtype=torch.float64, device=self.device)
-            dist.all_reduce(loss, group=self.groups.dp_cp)
+            losses = torch.tensor([result.loss, result.auxiliary_loss], dtype=torch.float64, device=self.device)
+            dist.all_reduce(losses, group=self.groups.dp_cp)
             statistics = all_reduce_loss_statistics(self._statistics_or_zero(result), self.groups.dp_cp).means()
         if self.step.reference is None:
             statistics["kl"] = statistics["old_kl"]
-        return {"loss": loss.item(), "grad_norm": norm, "learning_rate": learning_rate} | statistics
+        loss, auxiliary = losses.tolist()
+        added = {"indexer_loss": auxiliary} if self.args.dsa_indexer_loss_coeff else {}
+        return {"loss": loss} | added | {"grad_norm": norm, "learning_rate": learning_rate} | statistics
 
     def _leave_weights(self) -> dict:
         """The metrics of a step in which every response was left out: no gradient, no optimizer step."""
