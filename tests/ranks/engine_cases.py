@@ -155,6 +155,9 @@ def _sparse() -> list[Case]:
         cp4,
         replace(cp4, name="glm, cp4 ep4, chunks of 2: ranks own nothing", groups=((9, (3, 1)),), chunk=2, block=1),
         spread,
+        replace(cp2, name="glm, dp2 ep2, replicas of different length", cp=1, groups=((40, (5, 1)), (7, (2, 30, 4)))),
+        replace(cp2, name="glm, dp2 ep2, replicas of different length, indexer trained", cp=1, indexer_loss=0.7,
+                groups=((40, (5, 1)), (7, (2, 30, 4)))),
     ]
 
 
