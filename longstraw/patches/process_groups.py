@@ -8,6 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from longstraw.patches.device import cuda_available, cuda_means_cpu, install_cpu_device_layer
+from longstraw.patches.gloo_device import share_gloo_device
 from longstraw.patches.world_sizes import find_misfits
 
 
@@ -21,6 +22,7 @@ def initialize_groups(
     Raises ValueError, naming the flags, when the sizes do not divide the world. Safe to call once per process.
     """
     install_cpu_device_layer()
+    share_gloo_device()
     if not dist.is_initialized():
         if cuda_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

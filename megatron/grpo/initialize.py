@@ -34,6 +34,7 @@ from megatron.training.global_vars import set_global_variables, unset_global_var
 from megatron.training.initialize import initialize_megatron
 
 from longstraw.patches.device import cuda_available, cuda_means_cpu, install_cpu_device_layer
+from longstraw.patches.gloo_device import share_gloo_device
 from longstraw.patches.process_groups import initialize_groups
 from megatron.grpo.quiet_logs import quiet_logs
 
@@ -48,6 +49,7 @@ def initialize(args: Namespace) -> ProcessGroupCollection:
     Raises ValueError, on every rank, when another run holds the output folder or the checkpoint folder.
     """
     install_cpu_device_layer()
+    share_gloo_device()
     _join_world(args)
     claim_folders([args.output_dir, *([args.save] if args.save else [])])
     if dist.get_rank() == 0:

@@ -73,8 +73,11 @@ def _enter(rank, main, ranks, rendezvous, arguments):
     import torch
     import torch.distributed as dist
 
+    from longstraw.patches.gloo_device import share_gloo_device
+
     _end_with_parent()
     torch.set_num_threads(1)
+    share_gloo_device()
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     main(rank, ranks, arguments)
     dist.barrier()
