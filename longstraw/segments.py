@@ -63,7 +63,8 @@ class SegmentState:
 
     parent: the state that the segment follows. plan: its blocks. layers: the adapter's key -> its state.
     constant: later segments treat this state as a constant (`response_only`): they add nothing to its adjoints.
-    predicts: the segment has targets. row_weights: the segment's.
+    predicts: the segment has targets. row_weights: the segment's. outlives: the reverse sweep leaves what later segments
+    read of it (pages, end states); only adjoints are used up.
     """
 
     name: str
@@ -75,6 +76,7 @@ class SegmentState:
     constant: bool = False
     predicts: bool = False
     row_weights: torch.Tensor | None = None
+    outlives: bool = False
     _positions: torch.Tensor | None = None
 
     @property

@@ -13,7 +13,7 @@ Left out: rewards, old log-probabilities, the optimizer (see `longstraw.transact
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -77,6 +77,13 @@ class SweepConfig:
         for name in ("prompt_chunk_size", "response_block_size", "query_rows_at_once", "logprob_chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is at least 1, not {getattr(self, name)}")
+        for names, places in (
+            (("page_residency", "index_page_residency", "adjoint_residency"), get_args(Residency)),
+            (("attention_output_residency", "selection_residency"), get_args(KeptResidency)),
+        ):
+            for name in names:
+                if getattr(self, name) not in places:
+                    raise ValueError(f"--{name.replace('_', '-')} is one of {', '.join(places)}, not {getattr(self, name)}")
 
 
 class ReplayEngine:

@@ -6,6 +6,8 @@ zigzag. Rotary tables come from `get_emb` with the block's own offset (its `forw
 B batch, C tokens of the block (all ranks), R rows of this rank, M tokens of the block that this rank owns.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
@@ -15,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from longstraw.adapters.base import EndOfCapture
+from longstraw.attention.dual import apply_linear
 from longstraw.attention.layout import BlockLayout
 from longstraw.objectives.logprobs import compute_logprobs
 
@@ -47,6 +50,21 @@ def output_weight(model: GPTModel) -> torch.Tensor:
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight
+
+
+def own_output_weight(model: GPTModel, vocab_size: int) -> torch.Tensor:
+    """The rows [v, hidden] of the vocabulary projection that this rank has of the real vocabulary; v may be 0."""
+    weight, tp = output_weight(model), model.pg_collection.tp
+    return weight.detach()[: max(0, min(len(weight), vocab_size - tp.rank() * len(weight)))]
+
+
+def hidden_of_own_rows(model: GPTModel, hidden: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """Hidden states [M, hidden] of the tokens that this rank owns, from `run_decoder` at batch 1, equal over TP."""
+    tp = model.pg_collection.tp
+    if model.config.sequence_parallel:
+        gather = partial(gather_from_sequence_parallel_region, tensor_parallel_output_grad=True, group=tp)
+        hidden = apply_linear(gather, hidden)
+    return hidden[: layout.mine, 0]
 
 
 def token_logprobs(

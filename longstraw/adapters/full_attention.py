@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 
 from longstraw.adapters.base import EndOfCapture, LayerRun, Root, StatePolicy, prefetch_in_backward, prefetch_pages
+from longstraw.attention.dual import attend_dual, has_tangent
 from longstraw.attention.layout import BlockLayout
 from longstraw.attention.geometry import AttentionGeometry, Exchange
 from longstraw.attention.paged import attend, paged_attention
@@ -76,7 +77,9 @@ class PagedCoreAttention(MegatronModule):
             raise EndOfCapture
         prefetch_pages(run.read_in_forward, run.upcoming)
         geometry = AttentionGeometry(run.layout, self.softmax_scale, run.rows_at_once, run.history, run.exchange)
-        if torch.is_grad_enabled():
+        if has_tangent(query, key, value):
+            o = attend_dual(q, k, v, geometry)
+        elif torch.is_grad_enabled():
             o = paged_attention(q.contiguous(), k, v, geometry, run.kept)
             prefetch_in_backward(o, run.differentiated, run.preceding)
         else:
@@ -157,7 +160,11 @@ class FullAttentionAdapter:
 
     def pass_adjoint(self, run: AttentionRun, segment: SegmentState, block: int) -> None:
         """Release the block's pages; their adjoints have gone into its graph."""
-        segment.layers[self.layer_number].pages.release(segment.rows_before(block))
+        pages = segment.layers[self.layer_number].pages
+        if not segment.outlives:
+            pages.release(segment.rows_before(block))
+        elif block == 0:
+            pages.close_adjoints()
 
     def forget(self, segment: SegmentState, block: int) -> None:
         """Drop the block's kept output."""

@@ -21,6 +21,7 @@ from megatron.core.ssm.gated_delta_net.common import (
 
 from longstraw.adapters.base import EndOfCapture, LayerRun, Root, StatePolicy
 from longstraw.attention.delta_rule import chunked_delta_rule, naive_delta_rule
+from longstraw.attention.dual import apply_linear, has_tangent
 from longstraw.attention.layout import BlockLayout, pad_rows
 from longstraw.prompt_state.ledger import LedgerEntry, foreseen
 from longstraw.prompt_state.recurrent import GatedDeltaState, RecurrentStates
@@ -77,7 +78,9 @@ class StatefulGatedDeltaNet(GatedDeltaNet):
         if self.cp_size > 1:  # sections (q k v z beta alpha) become rank-major, so that one plain all-to-all serves all
             order = _build_head_perm_for_split_sections(self.in_proj_split_sections, self.cp_size, x.device)
             x = x.index_select(-1, order)
-            x = tensor_a2a_cp2hp(x, 0, -1, self.pg_collection.cp, undo_attention_load_balancing=False)
+            x = apply_linear(
+                lambda t: tensor_a2a_cp2hp(t, 0, -1, self.pg_collection.cp, undo_attention_load_balancing=False), x
+            )
             x = x.roll(-layout.rotation * layout.rows, 0)
         if len(x) > layout.length:  # slicing costs a copy in the backward
             x = x[: layout.length]
@@ -88,7 +91,10 @@ class StatefulGatedDeltaNet(GatedDeltaNet):
         out = pad_rows(out.transpose(0, 1), layout.ranks * layout.rows, 0)
         if self.cp_size > 1:
             out = out.roll(layout.rotation * layout.rows, 0)
-        return tensor_a2a_hp2cp(out.contiguous(), 0, -1, self.pg_collection.cp, redo_attention_load_balancing=False)
+        return apply_linear(
+            lambda t: tensor_a2a_hp2cp(t.contiguous(), 0, -1, self.pg_collection.cp, redo_attention_load_balancing=False),
+            out,
+        )
 
     def _convolve(self, qkv: torch.Tensor, conv_state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Causal convolution of [B, C, X] after the conv state [B, X, kernel - 1]; also the state it leaves (a view)."""
@@ -105,7 +111,8 @@ class StatefulGatedDeltaNet(GatedDeltaNet):
         cp = self.pg_collection.cp
         a_log, dt_bias = (get_parameter_local_cp(p, 0, cp) for p in (self.A_log, self.dt_bias))
         g, beta = self._compute_g_and_beta(a_log, dt_bias, alpha, beta)
-        core, end = self._pick_delta_rule(tokens)(q, k, v, g, beta, recurrent)
+        rule = chunked_delta_rule if has_tangent(q, k, v) else self._pick_delta_rule(tokens)
+        core, end = rule(q, k, v, g, beta, recurrent)
         return core, end, gate
 
     def _pick_delta_rule(self, tokens: int):
@@ -186,7 +193,8 @@ class GatedDeltaNetAdapter:
     def pass_adjoint(self, run: GatedDeltaRun, segment: SegmentState, block: int) -> None:
         """The leaves' gradients become the adjoint of the boundary before; at a segment's start, its parent's."""
         states = segment.layers[self.layer_number]
-        states.release(block + 1)
+        if not (segment.outlives and block + 1 == len(segment.plan)):
+            states.release(block + 1)
         states.adjoint = None
         if run.start is None:
             return

@@ -392,9 +392,12 @@ class LatentAttentionAdapter:
     def pass_adjoint(self, run: LatentRun, segment: SegmentState, block: int) -> None:
         """Release the block's pages; their adjoints have gone into its graph."""
         state, rows = segment.layers[self.key], segment.rows_before(block)
-        state.latents.release(rows)
+        for pages in (state.latents, *([state.index] if self.computes else [])):
+            if not segment.outlives:
+                pages.release(rows)
+            elif block == 0:
+                pages.close_adjoints()
         if self.computes:
-            state.index.release(rows)
             state.shared = None
 
     def forget(self, segment: SegmentState, block: int) -> None:

@@ -23,6 +23,8 @@ import math
 import torch
 from torch.autograd.function import once_differentiable
 
+from longstraw.attention.dual import has_tangent
+
 
 def naive_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
@@ -53,8 +55,24 @@ def chunked_delta_rule(
     q, k, v, g, beta, state = _widen(q, k, v, g, beta, initial_state)
     q, k, v = (_to_chunks(t, chunk_size) for t in (q * q.shape[-1] ** -0.5, k, v))
     g, beta = (_to_chunks(t[..., None], chunk_size) for t in (g, beta))
-    o, state = _ChunkedDeltaRule.apply(q, k, v, g.cumsum(-2), beta, state.flatten(0, 1))
+    inputs = (q, k, v, g.cumsum(-2), beta, state.flatten(0, 1))
+    o, state = _walk_chunks(*inputs) if has_tangent(*inputs) else _ChunkedDeltaRule.apply(*inputs)
     return _from_chunks(o, batch, tokens).to(dtype), state.unflatten(0, (batch, heads))
+
+
+def _walk_chunks(q, k, v, G, beta, state):
+    """The forward of `_ChunkedDeltaRule` in operations that forward mode can follow."""
+    M, A, _ = _couple_tokens(q, k, G, beta)
+    decay, to_end, end = _decays(G)
+    right = torch.cat([v * beta, k * (beta * decay)], -1)
+    solved = torch.linalg.solve_triangular(M, right, upper=False, unitriangular=True)
+    U, W = solved.split([v.shape[-1], k.shape[-1]], -1)
+    outputs = []
+    for n in range(len(q)):
+        X = U[n] - W[n] @ state
+        outputs.append((q[n] * decay[n]) @ state + A[n] @ X)
+        state = state * end[n] + (k[n] * to_end[n]).transpose(-1, -2) @ X
+    return torch.stack(outputs), state
 
 
 class _ChunkedDeltaRule(torch.autograd.Function):

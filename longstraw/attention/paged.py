@@ -5,7 +5,7 @@ one exchange merges the partial outputs by log-sum-exp. The backward sends (q, d
 output and log-sum-exp each rank's dK and dV are exact and stay where the pages are (they are added to the pages'
 adjoints); dQ is summed over the ranks at the owner of the query.
 
-A block's own keys are a causal square and full rectangles, never a mask: see `_spans`. Where fewer bytes move that way,
+A block's own keys are a causal square and full rectangles, never a mask: see `local_spans`. Where fewer bytes move that way,
 the keys go to the queries instead (`longstraw.attention.passed_keys`): `AttentionGeometry.passes_keys` decides.
 
 B batch, H query heads, G key/value heads, R rows a rank, W = ranks x rows, M tokens this rank owns, N pages' rows,
@@ -33,7 +33,7 @@ class _Span:
     keys: slice = slice(0)
 
 
-def _spans(geometry: AttentionGeometry, a: int, b: int) -> Iterator[_Span]:
+def local_spans(geometry: AttentionGeometry, a: int, b: int) -> Iterator[_Span]:
     """The spans of this rank for the sub-block of rows [a, b): no mask, no empty span, no fully masked row."""
     layout, n = geometry.layout, b - a
     for pages in geometry.history:
@@ -77,7 +77,7 @@ def _attend_local(queries, k, v, geometry, a, b):
     """What this rank's keys give the gathered queries: o [B, H, W, D] and lse [B, H, W], float32 or wider."""
     wide = torch.promote_types(queries.dtype, torch.float32)
     o = lse = None
-    for span in _spans(geometry, a, b):
+    for span in local_spans(geometry, a, b):
         part, part_lse = _attend_span(queries[:, :, span.queries], k, v, span, geometry.scale)
         if o is None and part.shape == queries.shape:  # the first span, of all rows: nothing to merge with
             o, lse = part.to(wide), part_lse
@@ -131,7 +131,7 @@ def attend_bwd_over_pages(do, q, k, v, o, lse, geometry):
     for a, b in layout.sub_blocks(geometry.rows_at_once):
         queries, douts, outs, lses = _gather_queries(q, do.to(q.dtype), o, lse, layout, a, b)
         dq = torch.zeros(queries.shape, dtype=wide, device=q.device)
-        for span in _spans(geometry, a, b):
+        for span in local_spans(geometry, a, b):
             parts = [t[:, :, span.queries] for t in (douts, queries, outs, lses)]
             dq[:, :, span.queries] += _span_bwd(*parts, k, v, dk, dv, span, geometry)
         dqs.append(scatter_rows(dq, layout).sum(0) if layout.ranks > 1 else dq)

@@ -7,7 +7,9 @@ it selects all of them.
 A score and a position make one int64 whose order is that rule (`pack_keys`), so all of them are distinct and the k-th
 largest is a threshold. Each rank gathers the block's queries (in sub-blocks), takes the top k of the keys *it* owns, and
 sends the list to the query's owner; the owner takes the k-th of all lists, and only that goes back. What a rank keeps are
-row numbers in its own pages. No [block, prompt] tensor exists: scores are made for some queries and keys at a time.
+row numbers in its own pages. No [block, prompt] tensor exists: scores are made for some queries and keys at a time. Keys
+are scanned in the order of their positions, so a key enters a full list only with a score above the list's lowest: on the
+CPU all others are left behind by one comparison (`_merge_better`).
 
 The choice is the same on any number of ranks and in the reverse sweep, as far as scores are: those of one query and key
 are equal bits in the forward and the reverse sweep, and may differ in the last bit between shapes of matrix products.
@@ -30,6 +32,8 @@ NOTHING = torch.iinfo(torch.int64).min
 """The packed key of no key at all; smaller than any other."""
 
 LAST_POSITION = 2**32 - 1
+_SETTLED = 0x0101010101010101  # eight booleans that are true, as one number
+_CPU_TILE = 1024  # keys of one matrix product on the CPU
 _TILE = 64  # keys per matrix product are a multiple of it, and queries of 8: odd shapes take kernels that round otherwise
 
 
@@ -52,7 +56,8 @@ class SelectionGeometry:
 
     top_k: keys that a query selects. relu: whether products are clipped at 0. rows_at_once: rows a rank whose queries are
     gathered at a time; the attention that uses the selection must have the same. history: earlier pages, in the order of
-    positions. keys_at_once, scores_at_once: keys and (query, head, key) products of one step; they bound its buffers.
+    positions. keys_at_once: keys whose scores are merged into the lists at a time. scores_at_once: (query, head, key)
+    products of one step; None: few enough for a CPU's cache, or many for an accelerator. They bound the buffers.
     """
 
     layout: BlockLayout
@@ -61,7 +66,7 @@ class SelectionGeometry:
     rows_at_once: int
     history: tuple[IndexPages, ...]
     keys_at_once: int = 8192
-    scores_at_once: int = 2**24
+    scores_at_once: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,12 @@ def pack_keys(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def unpack_positions(keys: torch.Tensor) -> torch.Tensor:
     """The positions in packed keys; meaningless in NOTHING."""
     return LAST_POSITION - (keys & LAST_POSITION)
+
+
+def unpack_scores(keys: torch.Tensor) -> torch.Tensor:
+    """The float32 scores in packed keys; NaN in NOTHING."""
+    sortable = (keys >> 32).to(torch.int32)
+    return (sortable ^ ((sortable >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 def index_scores(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, relu: bool) -> torch.Tensor:
@@ -169,20 +180,55 @@ def _best_local(q, weights, at, sources, geometry) -> torch.Tensor:
 
 def _scan(best, q, weights, at, keys, positions, geometry) -> torch.Tensor:
     """Merge the keys of one source into the running best [S, .] of queries q [S, H, D]; at [S]: with a causal mask."""
-    step = geometry.keys_at_once
-    queries_at_once = max(1, geometry.scores_at_once // (q.shape[1] * min(step, len(keys))))
+    on_cpu, step = q.device.type == "cpu", geometry.keys_at_once
+    tile = min(step, len(keys), _CPU_TILE if on_cpu else step)
+    queries_at_once = max(1, (geometry.scores_at_once or (2**19 if on_cpu else 2**24)) // (q.shape[1] * tile))
     merged = []
     for a in range(0, len(q), queries_at_once):
         rows = slice(a, a + queries_at_once)
-        top = best[rows]
+        top, limits = best[rows], None if at is None else at[rows, None]
         for c in range(0, len(keys), step):
-            scores = index_scores(q[rows], weights[rows], keys[c : c + step], geometry.relu)
-            packed = pack_keys(scores, positions[c : c + step])
-            if at is not None:
-                packed.masked_fill_(positions[c : c + step] > at[rows, None], NOTHING)
-            top = _largest(torch.cat([top, packed], 1), geometry.top_k)
+            parts = keys[c : c + step].split(tile)
+            scores = torch.cat([index_scores(q[rows], weights[rows], part, geometry.relu) for part in parts], 1)
+            merge = _merge_better if on_cpu and top.shape[1] == geometry.top_k else _merge
+            top = merge(top, scores, positions[c : c + step], limits, geometry.top_k)
         merged.append(top)
     return torch.cat(merged)
+
+
+def _merge(best, scores, positions, limits, k) -> torch.Tensor:
+    """best [S, .], packed and largest first, with keys of scores [S, N] and positions [N], later than those of `best`.
+
+    limits [S, 1]: the last position that a query sees; None: all.
+    """
+    packed = pack_keys(scores, positions)
+    if limits is not None:
+        packed.masked_fill_(positions > limits, NOTHING)
+    return _largest(torch.cat([best, packed], 1), k)
+
+
+def _merge_better(best, scores, positions, limits, k) -> torch.Tensor:
+    """As `_merge`, of full lists: only keys with a higher score than the lowest of a list are packed, eight neighbours each.
+
+    What it packs has a shape that depends on the scores: on an accelerator the host would have to wait for it.
+    """
+    keys = scores.shape[1]
+    settled = scores.type(torch.float32) <= unpack_scores(best[:, -1:])  # a tie goes to the earlier position; NaN is not
+    settled = F.pad(settled, (0, -keys % 8), value=True).view(torch.int64) == _SETTLED
+    queries, groups = settled.logical_not_().nonzero(as_tuple=True)
+    if len(queries) == 0:
+        return best
+    columns = groups[:, None] * 8 + torch.arange(8)
+    hidden, columns = columns >= keys, columns.clamp_(max=keys - 1)
+    at = positions[columns]
+    if limits is not None:
+        hidden |= at > limits[queries]
+    packed = pack_keys(scores[queries[:, None], columns], at).masked_fill_(hidden, NOTHING)
+    touched, list_of, counts = torch.unique_consecutive(queries, return_inverse=True, return_counts=True)
+    place = torch.arange(len(queries)) - (counts.cumsum(0) - counts)[list_of]
+    lists = packed.new_full((len(touched), int(counts.amax()), 8), NOTHING)
+    lists[list_of, place] = packed
+    return best.index_copy(0, touched, _largest(torch.cat([best[touched], lists.flatten(1)], 1), k))
 
 
 def _largest(keys: torch.Tensor, k: int) -> torch.Tensor:

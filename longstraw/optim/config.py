@@ -43,6 +43,10 @@ class LograConfig:
     logra_seed: int = 1234
     """Seed of the random matrices. With the step and a weight's name it is all that is ever stored of them."""
 
+    logra_cosine_of: Optional[str] = None
+    """Name of a sketched matrix (decoder.layers.0.mlp.linear_fc1.weight) whose whole gradient is formed too, so that
+    every step reports the cosine between it and what its sketch keeps of it."""
+
     logra_train_rest: bool = False
     """Train the weights that are not sketched (norms, embeddings, routers, biases) by Adam at --lr; otherwise they are
     frozen."""
@@ -138,6 +142,13 @@ class LograConfig:
                 "--update-rule adam keeps a moment an element, which means nothing under the next draw of a sketch: "
                 "use rowadam or sgd with --update-direction sketch, or --update-direction dense."
             )
+        if self.update_step_size == "predicted-kl" and (self.kl_probe, self.kl_probe_scope) == ("jvp", "full"):
+            raise ValueError(
+                "--kl-probe jvp holds the prompt's state, which carries no derivative from chunk to chunk: use --kl-probe "
+                "finite-difference with --kl-probe-scope full."
+            )
+        if self.logra_cosine_of and self.update_direction != "sketch":
+            raise ValueError("--logra-cosine-of compares a sketch: it needs --update-direction sketch.")
         if self.kl_budget_schedule == "cosine" and self.kl_budget_final > self.kl_budget:
             raise ValueError(
                 f"--kl-budget-final {self.kl_budget_final} is above --kl-budget {self.kl_budget}: the cosine only "

@@ -63,6 +63,9 @@ class WeightSketch:
     packed: PackedColumns | None = field(init=False, default=None)
     """A's drawn words, from the first addition of a draw on; only of a Rademacher matrix (1 bit an entry)."""
 
+    dense: torch.Tensor | None = field(init=False, default=None)
+    """The whole gradient [d, k] beside its sketch, where somebody asked for it to compare."""
+
     anchor: torch.Tensor = field(init=False)
     """An empty leaf that asks for a gradient and never gets one: so the backward of `sketched_linear` runs also where
     neither the weight nor the input takes a gradient."""
@@ -75,6 +78,11 @@ class WeightSketch:
             )
         self.anchor = torch.empty(0, device=self.sketch.device, requires_grad=True)
 
+    def keep_dense(self) -> None:
+        """Form the gradient too, from now on: for measuring what a sketch loses of it."""
+        shape = (self.sketch.shape[0], self.columns)
+        self.dense = torch.zeros(shape, dtype=self.sketch.dtype, device=self.sketch.device)
+
     @torch.no_grad()
     def add(self, grad_output: torch.Tensor, inputs: torch.Tensor) -> None:
         """Add one backward's part. grad_output [..., d], inputs [..., k] of this shard; no tokens are allowed."""
@@ -85,10 +93,26 @@ class WeightSketch:
             self.sketch, grad_output.flatten(0, -2), inputs.flatten(0, -2), self.projection,
             column_start=self.column_start, limits=self.limits, packed=self.packed,
         )  # fmt: skip
+        if self.dense is not None:
+            self.dense += grad_output.flatten(0, -2).to(self.dense.dtype).t() @ inputs.flatten(0, -2).to(self.dense.dtype)
+
+    @torch.no_grad()
+    def add_gradient(self, gradient: torch.Tensor) -> None:
+        """Add a part of the gradient [d, k] that a caller did form, of one block: for weights that no linear multiplies."""
+        wide = self.sketch.dtype
+        blocks = blocks_of_columns(
+            self.projection, self.column_start, self.columns, self.limits, wide, gradient.device, self.packed
+        )
+        for columns, entries in blocks:
+            self.sketch.addmm_(gradient[:, columns].to(wide), entries.t(), alpha=self.projection.scale)
+        if self.dense is not None:
+            self.dense += gradient.to(wide)
 
     def restart(self, draw: int) -> None:
         """Zero S and go on with the given draw of A: the start of a step."""
         self.sketch.zero_()
+        if self.dense is not None:
+            self.dense.zero_()
         if draw != self.projection.draw:
             self.projection, self.packed = replace(self.projection, draw=draw), None
 

@@ -19,22 +19,44 @@ _CPU = torch.device("cpu")
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites device="cuda" to "cpu", drops pinning, and lets `Tensor.type()` claim torch.cuda.* as Megatron expects."""
+    """Rewrites device="cuda" to "cpu", drops pinning, and lets `Tensor.type()` claim torch.cuda.* as Megatron expects.
+
+    Every call of a torch function inside the block comes through here, so those that name no device go on at once.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
-            return args[0]
-        if func is torch.Tensor.to:
-            args = tuple(_CPU if _is_cuda(a) else a for a in args)
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            name = func(*args)  # blocks may be nested
-            return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+        if func in _NAME_A_DEVICE:
+            return _run_on_the_cpu(func, args, kwargs or {})
+        if not kwargs:
+            return func(*args)
+        if "device" in kwargs or "pin_memory" in kwargs:
+            kwargs = _without_cuda(kwargs)
         return func(*args, **kwargs)
+
+
+_NAME_A_DEVICE = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.to, torch.Tensor.type})
+"""Functions that name a device by themselves or by a positional argument, or are asked for one."""
+
+
+def _run_on_the_cpu(func, args: tuple, kwargs: dict):
+    if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+        return args[0]
+    if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+        name = func(*args)  # blocks may be nested
+        return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+    if func is torch.Tensor.to:
+        args = tuple(_CPU if _is_cuda(a) else a for a in args)
+    return func(*args, **_without_cuda(kwargs))
+
+
+def _without_cuda(kwargs: dict) -> dict:
+    """The arguments with the CPU as the device, where that is CUDA, and without pinning."""
+    changed = dict(kwargs)
+    if _is_cuda(kwargs.get("device")):
+        changed["device"] = _CPU
+    if kwargs.get("pin_memory"):
+        changed["pin_memory"] = False
+    return changed
 
 
 def _is_cuda(device) -> bool:
@@ -105,7 +127,7 @@ def install_cpu_device_layer() -> None:
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
-    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)  # torch.manual_seed asks for every backend
     cuda.synchronize = lambda *args, **kwargs: None
     cuda.empty_cache = lambda: None
     cuda.Stream = cuda.Event = _HostStream

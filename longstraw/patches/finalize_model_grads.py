@@ -2,7 +2,8 @@
 
 Megatron's `finalize_model_grads` sums DDP's buckets over data x context parallelism, and adds over TP the norms that see
 only part of the tokens (sequence parallelism) or of the heads (q and k norm). It misses the gated delta net's output
-norm, which sees only this rank's heads (distributed/finalize_model_grads.py, `_allreduce_non_tensor_model_parallel_grads`).
+norm, which sees only this rank's heads (distributed/finalize_model_grads.py, `_allreduce_non_tensor_model_parallel_grads`),
+and knows nothing of parameters of ours, which say so themselves (`partial_over_tp`, of low-rank pairs).
 
 The whole step runs under DDP's `no_sync`, so that a bucket is reduced once, whatever the number of chunks.
 """
@@ -35,16 +36,20 @@ def finalize_gradients(ddp_model, adapters: Sequence[LayerAdapter], groups: Proc
 
     ddp_model: Megatron's DistributedDataParallel, built with `calculate_per_token_loss` (sums, no averages).
     """
-    sum_over_tp(adapters, groups.tp)
+    own = [parameter for parameter in ddp_model.parameters() if getattr(parameter, "partial_over_tp", False)]
+    sum_over_tp(adapters, groups.tp, own)
     with cuda_means_cpu():
         finalize_model_grads([ddp_model], None, pg_collection=groups)
 
 
-def sum_over_tp(adapters: Sequence[LayerAdapter], tp: dist.ProcessGroup) -> None:
-    """Add over TP the gradients that the adapters name as partial sums."""
+def sum_over_tp(
+    adapters: Sequence[LayerAdapter], tp: dist.ProcessGroup, others: Sequence[torch.nn.Parameter] = ()
+) -> None:
+    """Add over TP the gradients that the adapters name as partial sums, and those of other such parameters."""
     if tp.size() == 1:
         return
-    grads = [p.main_grad for adapter in adapters for p in adapter.partial_over_tp() if p.requires_grad]
+    partial = [*(p for adapter in adapters for p in adapter.partial_over_tp()), *others]
+    grads = [p.main_grad for p in partial if p.requires_grad]
     if not grads:
         return
     flat = torch.cat([grad.reshape(-1) for grad in grads])

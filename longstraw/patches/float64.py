@@ -17,6 +17,8 @@ class lift_float64(TorchFunctionMode):
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not kwargs and func not in _NARROWS:  # nearly every call, properties of tensors included
+            return func(*args)
         kwargs = kwargs or {}
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
             narrows = func is torch.Tensor.float or (
@@ -27,3 +29,6 @@ class lift_float64(TorchFunctionMode):
             if kwargs.get("dtype") is torch.float32:
                 kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
+
+
+_NARROWS = frozenset({torch.Tensor.float, torch.Tensor.to})

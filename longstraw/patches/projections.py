@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -24,6 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer
 
+from longstraw.attention.dual import apply_linear
 from longstraw.patches.verify import require_source
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -108,6 +110,44 @@ def replace_product(matrix: ProjectionMatrix, product: Product) -> None:
     matrix.module._forward_impl = forward_impl
 
 
+def replace_dual_product(matrix: ProjectionMatrix, product: Product) -> None:
+    """As `replace_product`, in forward mode: the collectives of Megatron's linears have no forward-mode rules, so the
+    linear's whole forward is replaced, with collectives that have them."""
+    linear = matrix.module
+    group = linear.tp_group
+
+    def forward(input_):
+        x = input_
+        if matrix.split == "rows" and linear.sequence_parallel:
+            x = apply_linear(lambda t: _gather_rows(t, group), x)
+        y = product(x, linear.weight)
+        if matrix.split == "columns" and group.size() > 1 and not linear.explicit_expert_comm:
+            exchange = _scatter_sum if linear.sequence_parallel else _sum
+            y = apply_linear(lambda t: exchange(t, group), y)
+        if linear.bias is None or linear.skip_bias_add:
+            return y, linear.bias
+        return y + linear.bias, None
+
+    linear.forward = forward
+
+
+def _gather_rows(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _scatter_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _sum(x, group).chunk(group.size())[group.rank()]
+
+
 def restore_product(matrix: ProjectionMatrix) -> None:
     """Let the linear compute as its class does."""
     vars(matrix.module).pop("_forward_impl", None)
+    vars(matrix.module).pop("forward", None)

@@ -18,6 +18,7 @@ _RELIEF = {
     "index_pages": "--index-page-residency device",
     "kv_adjoint": "--adjoint-residency device",
     "latent_adjoint": "--adjoint-residency device",
+    "index_adjoint": "--adjoint-residency device",
     "attention_output": "--attention-output-residency none",
     "selection": "--selection-residency none",
 }

@@ -17,7 +17,7 @@ class LedgerEntry:
     """One resident tensor of state.
 
     kind: kv_pages, kv_adjoint, latent_pages, latent_adjoint, index_pages, index_adjoint, selection, recurrent_state, conv_state,
-    gdn_adjoint, attention_output, routing or staged.
+    gdn_adjoint, attention_output, routing, staged or staged_adjoint.
     segment: the segment's name. layer_number: Megatron's, from 1. owner: the context-parallel rank that holds it.
     rows: tokens in it, where it has such. bytes: of its storage, not only of the rows in use. residency: device or host.
     """

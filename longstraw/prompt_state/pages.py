@@ -42,6 +42,7 @@ class PageArena:
         self.rows = 0
         self.tensors: tuple[torch.Tensor, ...] = ()
         self.adjoints: tuple[torch.Tensor, ...] = ()
+        self._sums: tuple[torch.Tensor, ...] = ()
 
     @property
     def batch(self) -> int:
@@ -71,6 +72,10 @@ class PageArena:
         """Drop the pages after the first `rows` rows; their adjoints must have been read."""
         self.rows = rows
         self._staging.drop(self.id)
+
+    def close_adjoints(self) -> None:
+        """Free the adjoints; the pages stay."""
+        self.adjoints = ()
 
     def read(self, rows: int) -> tuple[torch.Tensor, ...]:
         """The first `rows` rows of each tensor on the compute device; staged there if the pages live on the host."""
@@ -112,9 +117,12 @@ class PageArena:
         if self.adjoint_residency == "device":
             yield tuple(t[:, :, :rows] for t in self.adjoints)
             return
-        sums = tuple(torch.zeros_like(t[:, :, :rows], device=device) for t in self.adjoints)
-        yield sums
-        self.add_adjoint(0, *sums)
+        self._sums = tuple(torch.zeros_like(t[:, :, :rows], device=device) for t in self.adjoints)
+        try:
+            yield self._sums
+            self.add_adjoint(0, *self._sums)
+        finally:
+            self._sums = ()
 
     def adjoint(self, start: int, end: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """The accumulated adjoints of rows [start, end), each [B, G, end - start, D], on `device`."""
@@ -126,10 +134,11 @@ class PageArena:
         self._staging.drop(self.id)
 
     def ledger_entries(self) -> list[LedgerEntry]:
-        """The pages, their adjoints and their staged copies."""
+        """The pages, their adjoints, their staged copies, and what is being summed for adjoints on the host."""
         held = [
             (f"{self.kind}_pages", self.residency, self.tensors),
             (f"{self.kind}_adjoint", self.adjoint_residency, self.adjoints),
+            ("staged_adjoint", "device", self._sums),
         ]
         entries = [
             self._entry(kind, sum(map(storage_bytes, tensors)), residency) for kind, residency, tensors in held if tensors

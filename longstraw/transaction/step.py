@@ -50,6 +50,7 @@ class Step:
         self.engine, self.objective, self.dp = engine, objective, dp
         self.responses_together, self.reference, self.check_stop = responses_together, reference, check_stop
         self.fullest_state: list[LedgerEntry] = []  # the ledger when it held most
+        self.keeps_last_state = False  # whether the last group's state outlives its replay, for a probe of the step
 
     def capture(self, prompt: torch.Tensor) -> SegmentState:
         """Phase 1: the state that a prompt [1, P] leaves, under the present weights."""
@@ -99,14 +100,17 @@ class Step:
             if group.state is None:
                 self.check_stop()
                 group.state = self.capture(group.prompt)
-            part, found = self._replay_group(group, weights)
+            part, found = self._replay_group(group, weights, keep=self.keeps_last_state and group is groups[-1])
             loss += part
             for item in found:
                 statistics = item if statistics is None else statistics + item
         return ReplayResult(loss, statistics, self.engine.auxiliary_loss)
 
-    def _replay_group(self, group: PromptGroup, weights: list[torch.Tensor]) -> tuple[float, list[LossStatistics]]:
+    def _replay_group(
+        self, group: PromptGroup, weights: list[torch.Tensor], *, keep: bool = False
+    ) -> tuple[float, list[LossStatistics]]:
         state, loss, found = group.state, 0.0, []
+        state.outlives = keep
         if not state.constant:
             self.engine.prepare_adjoints(state)
         scored: dict[int, torch.Tensor] = {}
@@ -136,7 +140,7 @@ class Step:
         self._note_state()
         if not state.constant:
             self.engine.reverse_sweep(prompt_segment(group.prompt), state)
-        group.state = None
+        group.state = state if keep else None
         return loss, found
 
     def _note_state(self) -> None:

@@ -29,7 +29,7 @@ from megatron.training.arguments import add_megatron_arguments, validate_args
 
 from longstraw.patches.device import cuda_available
 from longstraw.patches.verify import require_megatron_version
-from megatron.grpo.flag_policy import TAKEN, WORKING_VALUES, check_values, refuse_flags, show_value
+from megatron.grpo.flag_policy import OPTIMIZERS, TAKEN, WORKING_VALUES, check_values, refuse_flags, show_value
 from megatron.grpo.flag_ranges import find_bad_numbers
 from megatron.grpo.idle_flags import find_idle_flags
 from megatron.grpo.model_provider import check_divisible, pad_vocab_size
@@ -120,6 +120,9 @@ def build_parser(model_preset: str | None = None, *, cuda: bool | None = None) -
     for action in parser._actions:
         if action.dest in ("linear_attention_freq", "moe_layer_freq"):
             action.type = functools.partial(_read_pattern, action.type)
+        if action.dest == "optimizer":
+            action.choices = [*action.choices, *(name for name in OPTIMIZERS if name not in action.choices)]
+            action.help = "adam, or logra: updates of projection matrices from gradient sketches (its flags are above)"
     defaults = dict(WORKING_VALUES)
     if not (cuda_available() if cuda is None else cuda):
         # Weights drawn on the CPU are drawn whole and then cut, so they do not depend on the tensor-parallel size.

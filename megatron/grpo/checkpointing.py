@@ -31,6 +31,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from longstraw.patches.checkpoint_writer import results_in_process
 from longstraw.patches.device import cuda_means_cpu
+from longstraw.patches.lora import is_pair, silence_pairs
 from megatron.grpo.arguments import resolve_preset
 from megatron.grpo.checkpoint_check import compare_shapes, model_shapes, stored_shapes
 from megatron.grpo.checkpoint_folders import (
@@ -38,6 +39,7 @@ from megatron.grpo.checkpoint_folders import (
     write_whole,
 )
 from megatron.grpo.conversion.megatron_checkpoint import sharded_weights
+from megatron.grpo.lora import compare_pairs, describe_pairs
 from megatron.grpo.optimizer import fit_loaded_state
 from megatron.grpo.presets import PRESET_FILE
 from megatron.grpo.random_states import collect_random_states, restore_random_states
@@ -92,7 +94,7 @@ def save_checkpoint(
             "extra": extra or {},
             "arguments": _plain_arguments(args),
             "vocab_size": args.vocab_size,
-            "content": _describe(args, groups),
+            "content": _describe(args, groups) | {"lora": describe_pairs(model)},
         }
         previous = _write(state, args.save, iteration, groups, parallel=args.ckpt_fully_parallel_save)
     if dist.get_rank() == 0:
@@ -121,7 +123,9 @@ def save_weights(
         state = {
             "model": sharded_weights(model),
             "iteration": 0, "extra": extra or {}, "vocab_size": vocab_size,
-            "content": {"format": _FORMAT, "optimizer": False, "random_states": None},
+            "content": {
+                "format": _FORMAT, "optimizer": False, "random_states": None, "lora": describe_pairs(model),
+            },
         }
         _write(state, folder, RELEASE, groups, parallel=True)
     return Path(folder) / RELEASE
@@ -182,7 +186,7 @@ def load_checkpoint(
             raise ValueError(difference)
     metadata = _metadata(args.use_distributed_optimizer, groups)
     with cuda_means_cpu():
-        weights = sharded_weights(model)
+        weights = _weights_in(common, model)
         wanted: dict[str, Any] = {"model": weights}
         if want_optimizer:
             wanted["optimizer"] = optimizer.sharded_state_dict(weights, is_loading=True, metadata=metadata)
@@ -225,16 +229,30 @@ def load_weights(
         return found[0]
 
     path = _on_rank_0(choose)
-    _inspect(path, vocab_size, model, want_optimizer=False, want_random=False)
+    common, _ = _inspect(path, vocab_size, model, want_optimizer=False, want_random=False)
     with cuda_means_cpu():
-        _fill(model, dist_checkpointing.load({"model": sharded_weights(model)}, str(path))["model"])
+        _fill(model, dist_checkpointing.load({"model": _weights_in(common, model)}, str(path))["model"])
     dist.barrier()
     return path
 
 
+def _weights_in(common: dict, model: torch.nn.Module) -> dict:
+    """The model's sharded weights, those that a checkpoint with these common values has: it may lack low-rank pairs."""
+    weights = sharded_weights(model)
+    if common.get("content", {}).get("lora"):
+        return weights
+    return {name: weight for name, weight in weights.items() if not is_pair(name)}
+
+
 def _fill(model: torch.nn.Module, weights: dict) -> None:
-    """Put loaded weights into the model. Modules may have state of their own beside them (fp8 scales), which is empty."""
+    """Put loaded weights into the model. Modules may have state of their own beside them (fp8 scales), which is empty.
+
+    Low-rank pairs that they lack add nothing then, whatever they held.
+    """
     missing, unexpected = model.load_state_dict(weights, strict=False)
+    if not any(map(is_pair, weights)):
+        silence_pairs(model)
+        missing = [name for name in missing if not is_pair(name)]
     missing = [name for name in missing if not name.endswith("_extra_state")]
     if missing or unexpected:
         raise RuntimeError(f"the loaded weights lack {missing} and have {unexpected} beyond the model's")
@@ -305,8 +323,11 @@ def _inspect(
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
         with cuda_means_cpu():
-            wanted = model_shapes(sharded_weights(model))
-        problem = compare_shapes(path, stored_shapes(path), wanted) or _compare_content(
+            wanted = model_shapes(_weights_in(common, model))
+        pairs = common.get("content", {}).get("lora"), describe_pairs(model)
+        problem = compare_pairs(path, *pairs, resumes=want_optimizer) or compare_shapes(
+            path, stored_shapes(path), wanted
+        ) or _compare_content(
             path, common, vocab_size, want_optimizer=want_optimizer, want_random=want_random,
             optimizer_flags=optimizer_flags or {},
         )
@@ -330,7 +351,14 @@ def _compare_content(
     if want_optimizer and not content.get("optimizer"):
         return f"the checkpoint {path} has no optimizer state: pass --no-load-optim or --finetune"
     for flag, given in optimizer_flags.items() if want_optimizer else ():
-        if content["optimizer"][flag] != given:
+        found = content["optimizer"].get(flag, "adam" if flag == "--optimizer" else None)
+        if isinstance(given, str) or isinstance(found, str):
+            if found != given:
+                return (
+                    f"the checkpoint {path} was saved {_with_value(flag, found)} and this run is {_with_value(flag, given)}, "
+                    "so its optimizer state does not fit: pass --no-load-optim or --finetune"
+                )
+        elif bool(found) != bool(given):
             was, now = ("without", "with") if given else ("with", "without")
             return (
                 f"the checkpoint {path} was saved {was} {flag} and this run is {now} it, so its optimizer state does "
@@ -339,6 +367,10 @@ def _compare_content(
     if want_random and not content.get("random_states"):
         return f"the checkpoint {path} has no random states: pass --no-load-rng"
     return None
+
+
+def _with_value(flag: str, value: str | None) -> str:
+    return f"without {flag}" if value is None else f"with {flag} {value}"
 
 
 def _on_rank_0(function):
@@ -384,9 +416,19 @@ def _describe(args: Namespace, groups: ProcessGroupCollection) -> dict:
     }
 
 
-def _optimizer_flags(args: Namespace) -> dict[str, bool]:
-    """Flags that decide what the optimizer's state consists of: flag -> whether it is given."""
-    return {"--bf16": args.bf16, "--use-distributed-optimizer": args.use_distributed_optimizer}
+def _optimizer_flags(args: Namespace) -> dict[str, bool | str]:
+    """Flags that decide what the optimizer's state consists of: flag -> whether it is given, or its value."""
+    flags: dict[str, bool | str] = {
+        "--bf16": args.bf16, "--use-distributed-optimizer": args.use_distributed_optimizer, "--optimizer": args.optimizer,
+    }
+    if args.optimizer == "logra":
+        flags |= {
+            "--update-direction": args.update_direction, "--update-rule": args.update_rule,
+            "--logra-train-rest": args.logra_train_rest,
+        }
+        if args.update_direction == "sketch":
+            flags |= {"--logra-rank": str(args.logra_rank)}
+    return flags
 
 
 def _plain_arguments(args: Namespace) -> dict:

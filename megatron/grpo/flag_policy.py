@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping
 
 from longstraw.patches.world_sizes import find_misfits
+from megatron.grpo.logra_flags import check_logra
 from megatron.grpo.presets import ModelPreset, get_preset
 
 _PRESET_FLAGS = """
@@ -54,6 +55,9 @@ TAKEN = frozenset(
     " ".join([_PRESET_FLAGS, _TRAINING_FLAGS, _LAUNCH_FLAGS, _CHECKPOINT_FLAGS, _LOGGING_FLAGS]).split()
 )
 """Destinations of the Megatron flags that this program reads."""
+
+OPTIMIZERS = ("adam", "logra")
+"""Values of --optimizer."""
 
 WORKING_VALUES = dict(
     micro_batch_size=1, calculate_per_token_loss=True, hidden_dropout=0.0, attention_dropout=0.0,
@@ -217,9 +221,11 @@ def check_values(args: Namespace, preset: ModelPreset, *, cuda: bool, fused_adam
     return [
         *_check_training(args),
         *_check_model(args, preset),
+        *_check_lora(args),
         *_check_parallel_sizes(args, preset, world_size),
         *_check_device(args, cuda, fused_adam),
         *_check_checkpoints(args),
+        *check_logra(args, preset),
     ]
 
 
@@ -232,8 +238,8 @@ def _check_training(args: Namespace) -> list[str]:
     for flag, value in (("--exit-interval", args.exit_interval), ("--exit-duration-in-mins", args.exit_duration_in_mins)):
         if value is not None and value < 1:
             found.append(f"{flag} must be at least 1, not {value}")
-    if args.optimizer != "adam":
-        found.append(f"--optimizer {args.optimizer} is not supported: use --optimizer adam")
+    if args.optimizer not in OPTIMIZERS:
+        found.append(f"--optimizer {args.optimizer} is not supported: use --optimizer {' or '.join(OPTIMIZERS)}")
     if args.lr < args.min_lr:
         found.append(f"--min-lr {args.min_lr} is above --lr {args.lr}")
     if args.lr < args.lr_warmup_init:
@@ -289,6 +295,25 @@ def _check_model(args: Namespace, preset: ModelPreset) -> list[str]:
         )
     if args.moe_grouped_gemm and args.transformer_impl != "transformer_engine":
         found.append("--moe-grouped-gemm needs --transformer-impl transformer_engine")
+    return found
+
+
+def _check_lora(args: Namespace) -> list[str]:
+    if args.lora_rank < 1:
+        return []
+    found = []
+    if args.transformer_impl == "transformer_engine":
+        found.append(
+            f"--lora-rank {args.lora_rank} needs --transformer-impl local: the product of Transformer Engine's linears is "
+            "inside one kernel"
+        )
+    if args.dsa_indexer_loss_coeff:
+        found.append(
+            f"--lora-rank {args.lora_rank} freezes the indexer, which --dsa-indexer-loss-coeff "
+            f"{args.dsa_indexer_loss_coeff} would train"
+        )
+    if args.optimizer == "logra":
+        found.append(f"--lora-rank {args.lora_rank} freezes the weights that --optimizer logra would move: use one of them")
     return found
 
 

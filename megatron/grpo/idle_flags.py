@@ -9,6 +9,7 @@ reads them, such as --no-load-optim with --finetune.
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 
+from megatron.grpo.logra_flags import LOGRA_SWITCHES
 from megatron.grpo.presets import ModelPreset
 
 _KINDS: tuple[tuple[str, str, Callable[[ModelPreset], bool]], ...] = (
@@ -40,7 +41,11 @@ _SWITCHES: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
      lambda args: bool(args.lr_warmup_iters or args.lr_warmup_fraction)),
     ("dsa_indexer_use_sparse_loss", "--dsa-indexer-loss-coeff above 0", lambda args: bool(args.dsa_indexer_loss_coeff)),
     ("decoupled_min_lr", "--decoupled-lr", lambda args: args.decoupled_lr is not None),
+    ("lora_alpha", "--lora-rank above 0", lambda args: args.lora_rank > 0),
+    ("decoupled_lr apply_wd_to_qk_layernorm", "--lora-rank 0, since LoRA freezes what it is about",
+     lambda args: args.lora_rank == 0),
     ("wandb_exp_name wandb_save_dir wandb_entity", "--wandb-project", lambda args: bool(args.wandb_project)),
+    *LOGRA_SWITCHES,
 )
 """(destinations, the flags that they need in words, whether these are there)."""
 

@@ -13,6 +13,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 
 from longstraw.patches.device import cuda_available, cuda_means_cpu, current_device
 from megatron.grpo.arguments import resolve_preset
+from megatron.grpo.lora import start_pairs
 from megatron.grpo.model_provider import build_model, synchronize_parameters
 from megatron.grpo.random_states import derive_seed
 from megatron.grpo.sharding import whole_name
@@ -34,12 +35,15 @@ def build_training_model(args: Namespace, groups: ProcessGroupCollection) -> tor
 
     Collective. The weights are drawn from the global random state (`initialize` seeds it); with experts and
     --use-cpu-initialization from --seed and their names, so that they do not depend on --expert-model-parallel-size.
-    Raises ValueError where the parallel sizes do not divide what they have to.
+    With --lora-rank it is frozen, up to its low-rank pairs.
+    Raises ValueError where the parallel sizes do not divide what they have to, or a matrix has no such rank.
     """
     preset = resolve_preset(args)
     model = build_model(preset, transformer_config(args), groups, padded_vocab_size=args.padded_vocab_size)
     if preset.has_experts and args.use_cpu_initialization:
         draw_by_name(model, args.seed, groups)
+    if args.lora_rank:
+        start_pairs(model, args.lora_rank, args.lora_alpha, args.seed, groups)
     model = model.to(current_device())
     if args.bf16:
         model = model.bfloat16()
@@ -63,7 +67,8 @@ def draw_by_name(model: torch.nn.Module, seed: int, groups: ProcessGroupCollecti
         if ends_a_block(name):
             draw = config.output_layer_init_method
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(seed, whole))
+            # torch.manual_seed would seed, or write down for later, every other device too: milliseconds each
+            torch.default_generator.manual_seed(derive_seed(seed, whole))
             parameter.copy_(draw(torch.empty(parameter.shape)))
 
 

@@ -36,6 +36,7 @@ def build_optimizer(args: Namespace, ddp, groups: ProcessGroupCollection) -> Meg
     dense parameters, and experts, whose copies lie on other ranks.
     """
     values = {field.name: getattr(args, field.name) for field in fields(OptimizerConfig) if hasattr(args, field.name)}
+    values["optimizer"] = "adam"
     with cuda_means_cpu():
         chain = get_megatron_optimizer(
             OptimizerConfig(**values), [ddp], use_gloo_process_groups=False, pg_collection=groups
@@ -84,6 +85,8 @@ def fit_loaded_state(optimizer: MegatronOptimizer, loaded: dict, *, keep_rates: 
     other way round (expert parallelism or not): moments go by names, and the parameter groups are the present ones,
     whose rates the schedules set.
     """
+    if hasattr(optimizer, "fit_loaded_state"):
+        return optimizer.fit_loaded_state(loaded, keep_rates=keep_rates)
     parts = parts_of(optimizer)
     saved = _inner_state(loaded)
     saved = saved if _has_groups(saved) else _inner_state(loaded[0])
@@ -161,7 +164,7 @@ def name_nonfinite_gradients(ddp, groups: ProcessGroupCollection) -> list[str]:
     found = {
         whole_name(name, ddp.config.num_moe_experts, groups.ep.rank(), groups.ep.size())
         for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and not _all_finite(parameter.main_grad)
+        if parameter.requires_grad and hasattr(parameter, "main_grad") and not _all_finite(parameter.main_grad)
     }
     for group in (groups.dp_cp, groups.tp):
         gathered = [None] * group.size()
@@ -193,8 +196,8 @@ def step_optimizer(optimizer: MegatronOptimizer, scheduler: OptimizerParamSchedu
     with cuda_means_cpu():
         optimizer.prepare_grads()
         norm = clip_gradients(optimizer)
-        if not math.isfinite(norm):
-            return False, norm
-        optimizer.step_with_ready_grads()
+    if not math.isfinite(norm):
+        return False, norm
+    optimizer.step_with_ready_grads()  # names no device, and is long: outside the block
     scheduler.step(increment=1)
     return True, norm

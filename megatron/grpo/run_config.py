@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Optional
 
 from longstraw.objectives.config import ObjectiveConfig
+from longstraw.optim.config import LograConfig
 from longstraw.rollout.config import SamplingConfig
 from longstraw.sweeps import SweepConfig
+from megatron.grpo.lora_config import LoraConfig
 from megatron.grpo.prompts import DataConfig
 from megatron.grpo.rewards import RewardConfig
 
@@ -75,6 +77,8 @@ class TrainConfig:
     rewards: RewardConfig
     objective: ObjectiveConfig
     sweeps: SweepConfig
+    logra: LograConfig
+    lora: LoraConfig = LoraConfig()
 
     def __post_init__(self) -> None:
         """Refuse settings of two groups that exclude each other.
@@ -109,5 +113,7 @@ CONFIG_GROUPS = {
     "rewards": (RewardConfig, "rewards"),
     "objective": (ObjectiveConfig, "objective"),
     "sweeps": (SweepConfig, "sweeps: how the exact gradient is computed"),
+    "logra": (LograConfig, "LoGRA: updates from gradient sketches, under --optimizer logra"),
+    "lora": (LoraConfig, "lora: low-rank adaptation"),
 }
 """Field of TrainConfig -> (its class, the title of its flags in --help), in the order of --help."""

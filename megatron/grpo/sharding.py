@@ -3,6 +3,8 @@
 Column-parallel weights are cut along their first dimension, row-parallel ones along their second, norms are replicated.
 Some column-parallel weights hold several sections (gate and up; q, k, v, z, beta, alpha), each of which is cut.
 
+Of the low-rank pair of a weight [d, k], B [d, R] is cut as the weight where that is cut by rows, A [R, k] where by columns.
+
 Experts are not cut: each expert-parallel rank has some of them whole, under names that count from 0 on every rank.
 """
 
@@ -21,9 +23,9 @@ def section_sizes(name: str, shape: torch.Size, preset: ModelPreset) -> list[int
 
     name: the parameter's full name in the model; shape: its shape at TP 1.
     """
-    if name.endswith("linear_fc1.weight"):
+    if name.endswith(("linear_fc1.weight", "linear_fc1.lora_b")):
         return [shape[0] // 2] * 2
-    if name.endswith(("in_proj.weight", "conv1d.weight")):
+    if name.endswith(("in_proj.weight", "in_proj.lora_b", "conv1d.weight")):
         qk = preset.linear_num_key_heads * preset.linear_key_head_dim
         v = preset.linear_num_value_heads * preset.linear_value_head_dim
         heads = preset.linear_num_value_heads
@@ -35,6 +37,10 @@ def partition_dim(name: str) -> int | None:
     """The dimension along which a parameter is cut over TP, or None where it is replicated."""
     if "norm" in name:
         return None
+    module, _, own = name.rpartition(".")
+    by_columns = f"{module}.weight".endswith(_ROW_PARALLEL)
+    if own in ("lora_a", "lora_b"):
+        return (1 if own == "lora_a" else None) if by_columns else (0 if own == "lora_b" else None)
     return 1 if name.endswith(_ROW_PARALLEL) else 0
 
 

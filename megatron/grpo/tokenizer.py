@@ -31,7 +31,10 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
 
     try:
         if path.suffix == ".gguf":
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            from megatron.grpo.conversion.gguf import read_once
+
+            with read_once():
+                tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         else:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

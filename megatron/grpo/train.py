@@ -34,7 +34,9 @@ from megatron.grpo.checkpointing import (
 )
 from megatron.grpo.initialize import initialize, shut_down
 from megatron.grpo.model_setup import build_training_model, wrap_model
-from megatron.grpo.optimizer import build_optimizer, build_scheduler, optimizer_state
+from megatron.grpo.logra import build_logra, choose_trained
+from megatron.grpo.logra_update import LograUpdate
+from megatron.grpo.optimizer import build_optimizer, build_scheduler
 from megatron.grpo.prompt_order import PromptOrder
 from megatron.grpo.prompts import load_prompts
 from megatron.grpo.quiet_logs import quiet_logs
@@ -44,6 +46,7 @@ from megatron.grpo.sharding import is_expert, partition_dim
 from megatron.grpo.stop_signal import StopSignal
 from megatron.grpo.tokenizer import load_tokenizer, stop_token_ids
 from megatron.grpo.trainer import Trainer
+from megatron.grpo.weight_update import AdamUpdate, WeightUpdate
 
 
 def load_data(config, tokenizer, max_positions: int):
@@ -89,6 +92,13 @@ def build_reference(args, config, model, groups, resumed) -> ReferencePolicy | N
     reference = ReferencePolicy(model)
     policy.swap()
     return reference
+
+
+def build_update(args, config, ddp, optimizer, scheduler, groups, step: Step) -> WeightUpdate:
+    """What moves the weights under --optimizer."""
+    if args.optimizer == "logra":
+        return LograUpdate(args, config.logra, ddp, optimizer, scheduler, groups, step)
+    return AdamUpdate(args, ddp, optimizer, scheduler, groups, step.engine.adapters)
 
 
 def checksum_weights(model) -> str:
@@ -144,13 +154,8 @@ def write_record(args, config, trainer, recorder, model, groups, *, started, ini
 
 def count_resident_bytes(trainer, state) -> dict[str, int]:
     """Bytes of this rank by category: what is always there, and the ledger's state at its fullest."""
-    buffers = trainer.ddp.buffers + trainer.ddp.expert_parallel_buffers
-    moments = [t for held in optimizer_state(trainer.optimizer).values() for t in held.values() if torch.is_tensor(t)]
-    categories = {
-        "weights": sum(p.numel() * p.element_size() for p in trainer.step.engine.model.parameters()),
-        "gradients": sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in buffers),
-        "optimizer": sum(t.numel() * t.element_size() for t in moments),
-    }
+    weights = sum(p.numel() * p.element_size() for p in trainer.step.engine.model.parameters())
+    categories = {"weights": weights} | trainer.update.count_bytes()
     for item in (item for item in state if item.residency == "device"):  # the peak is the device's
         categories[item.kind] = categories.get(item.kind, 0) + item.bytes
     return categories
@@ -187,8 +192,10 @@ def run(args, config) -> None:
         fingerprint=train_prompts.fingerprint,
     )
     model = build_training_model(args, groups)
+    if args.optimizer == "logra":
+        choose_trained(args, config.logra, model)
     ddp = wrap_model(args, model, groups)
-    optimizer = build_optimizer(args, ddp, groups)
+    optimizer = build_logra(args, config.logra, ddp, groups) if args.optimizer == "logra" else build_optimizer(args, ddp, groups)
     scheduler = build_scheduler(args, optimizer)
     refuse_foreign_checkpoints(args)
     resumed = load_checkpoint(args, model, optimizer, scheduler, groups)
@@ -204,6 +211,7 @@ def run(args, config) -> None:
         engine, config.objective, dp=groups.dp, responses_together=config.run.responses_per_replay,
         reference=build_reference(args, config, model, groups, resumed),
     )
+    update = build_update(args, config, ddp, optimizer, scheduler, groups, step)
     rollouts = Rollouts(
         step, tokenizer, config.sampling, config.rewards,
         stop_ids=frozenset(stop_token_ids(tokenizer, config.data.tokenizer_path)), replica=groups.tp_cp,
@@ -225,8 +233,8 @@ def run(args, config) -> None:
     try:
         with recorder:
             trainer = Trainer(
-                args=args, config=config, groups=groups, ddp=ddp, optimizer=optimizer, scheduler=scheduler, step=step,
-                rollouts=rollouts, train_prompts=train_prompts, eval_prompts=list(eval_prompts[: config.run.eval_samples]),
+                args=args, config=config, groups=groups, update=update, step=step, rollouts=rollouts,
+                train_prompts=train_prompts, eval_prompts=list(eval_prompts[: config.run.eval_samples]),
                 order=order, recorder=recorder, stop=stop, save=save,
             )
             last_step = trainer.train(done + 1)

@@ -1,7 +1,7 @@
 """The training loop: one GRPO step after another, each a transaction that commits whole or changes nothing.
 
 A step: sample groups and score them, score the reference, count what the loss is divided by, replay every group under
-autograd, finalize gradients across ranks once, check, and take one optimizer step. A phase that fails or is stopped on
+autograd, and let the weight update sum the gradient across ranks once, check it and move the weights. A phase that fails or is stopped on
 one rank is rolled back on all: between two collectives over the whole world, ranks agree on the outcome.
 
 Left out: building the model and the command line (`train`).
@@ -18,13 +18,11 @@ import torch.distributed as dist
 from longstraw.memory_meter import read_peak_bytes, reset_peak_bytes
 from longstraw.objectives.advantages import UniformGroupsError, collect_groups
 from longstraw.objectives.losses import LossStatistics, all_reduce_loss_statistics
-from longstraw.patches.finalize_model_grads import finalize_gradients
 from longstraw.receipts.recorder import RunRecorder
 from longstraw.transaction.commit import StepRejected, StepSnapshot, agree_on_failure, check_loss
 from longstraw.transaction.group import PromptGroup
 from longstraw.transaction.step import ReplayResult, Step, StepInterrupted
 from megatron.grpo.evaluation import evaluate
-from megatron.grpo.optimizer import gradients_are_finite, name_nonfinite_gradients, step_optimizer
 from megatron.grpo.prompt_order import PromptOrder
 from megatron.grpo.prompts import Prompt
 from megatron.grpo.random_states import collect_random_states, restore_random_states
@@ -32,6 +30,7 @@ from megatron.grpo.rewards import RewardFailure
 from megatron.grpo.rollouts import Rollouts, set_advantages, sum_over
 from megatron.grpo.run_config import TrainConfig
 from megatron.grpo.stop_signal import StopSignal
+from megatron.grpo.weight_update import WeightUpdate
 
 
 @dataclass(eq=False)
@@ -61,12 +60,12 @@ class Trainer:
     """
 
     def __init__(
-        self, *, args, config: TrainConfig, groups, ddp, optimizer, scheduler, step: Step, rollouts: Rollouts,
+        self, *, args, config: TrainConfig, groups, update: WeightUpdate, step: Step, rollouts: Rollouts,
         train_prompts, eval_prompts: list[Prompt], order: PromptOrder, recorder: RunRecorder, stop: StopSignal,
         save: Callable[[int], object],
     ):
-        self.args, self.config, self.groups, self.ddp = args, config, groups, ddp
-        self.optimizer, self.scheduler, self.step, self.rollouts = optimizer, scheduler, step, rollouts
+        self.args, self.config, self.groups, self.update = args, config, groups, update
+        self.step, self.rollouts = step, rollouts
         self.train_prompts, self.eval_prompts, self.order = train_prompts, eval_prompts, order
         self.recorder, self.stop, self.save = recorder, stop, save
         self.world = dist.group.WORLD
@@ -164,8 +163,8 @@ class Trainer:
                 self.recorder.console.say(f"step {number}: no response token is trained; the weights stay as they are")
                 metrics = self._leave_weights()
             else:
-                result = self._phase("replay", lambda: self._replay(groups, counts))
-                metrics = self._commit(number, result)
+                result = self._phase("replay", lambda: self._replay(number, groups, counts))
+                metrics = self._commit(number, groups, result)
         except (StepInterrupted, StepRejected):
             self._roll_back(snapshot)
             raise
@@ -239,26 +238,21 @@ class Trainer:
         if self.step.reference is not None:
             self.step.score_reference(groups)
 
-    def _replay(self, groups: list[PromptGroup], counts) -> ReplayResult:
-        with self.ddp.no_sync():
+    def _replay(self, number: int, groups: list[PromptGroup], counts) -> ReplayResult:
+        self.step.keeps_last_state = self.update.keeps_last_state
+        with self.update.accumulating(number):
             result = self.step.replay(groups, counts)
         failure = check_loss(result.loss, 0 if result.statistics is None else int(result.statistics.nan_logprobs))
         if failure:
             raise StepRejected(failure)
         return result
 
-    def _commit(self, number: int, result: ReplayResult) -> dict:
-        """Finalize, check, and move the weights -> loss, KL, norms and clip figures of the whole step."""
+    def _commit(self, number: int, groups: list[PromptGroup], result: ReplayResult) -> dict:
+        """Let the update check the gradient and move the weights -> loss, KL, norms and clip figures of the whole step."""
         with self.recorder.clock.phase("commit"):
-            finalize_gradients(self.ddp, self.step.engine.adapters, self.groups)
-            if not gradients_are_finite(self.ddp, self.groups):
-                names = name_nonfinite_gradients(self.ddp, self.groups)
-                raise StepRejected(f"step {number}: the gradient of {', '.join(names[:5])} is not finite")
-            learning_rate = self.optimizer.param_groups[0]["lr"]
-            taken, norm = step_optimizer(self.optimizer, self.scheduler)
-            if not taken:
-                raise StepRejected(f"step {number}: the gradient's norm is {norm}")
-            self._clear_gradients()
+            moved = self.update.take(number, groups)
+            for group in groups:
+                group.state = None
             losses = torch.tensor([result.loss, result.auxiliary_loss], dtype=torch.float64, device=self.device)
             dist.all_reduce(losses, group=self.groups.dp_cp)
             statistics = all_reduce_loss_statistics(self._statistics_or_zero(result), self.groups.dp_cp).means()
@@ -266,13 +260,12 @@ class Trainer:
             statistics["kl"] = statistics["old_kl"]
         loss, auxiliary = losses.tolist()
         added = {"indexer_loss": auxiliary} if self.args.dsa_indexer_loss_coeff else {}
-        return {"loss": loss} | added | {"grad_norm": norm, "learning_rate": learning_rate} | statistics
+        return {"loss": loss} | added | moved | statistics
 
     def _leave_weights(self) -> dict:
         """The metrics of a step in which every response was left out: no gradient, no optimizer step."""
         statistics = self._statistics_or_zero(None).means() | {"kl": 0.0}
-        rate = self.optimizer.param_groups[0]["lr"]
-        return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rate} | statistics
+        return {"loss": 0.0} | self.update.describe_rest() | statistics
 
     def _show_failures(self, number: int) -> None:
         """Say on the console how many rewards of this replica failed, and how the first one did."""
@@ -318,11 +311,5 @@ class Trainer:
 
     def _roll_back(self, snapshot: StepSnapshot) -> None:
         """Leave no trace of the step: gradients cleared, random states and data position as before it."""
-        self._clear_gradients()
+        self.update.clear()
         snapshot.restore()
-
-    def _clear_gradients(self) -> None:
-        """Empty the buffers, and part `grad` from `main_grad`: the optimizer ties them together for its step, and a
-        backward into tied gradients would count every gradient twice."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self.ddp.zero_grad_buffer()

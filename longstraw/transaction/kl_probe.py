@@ -1,0 +1,143 @@
+"""How far a step would move the policy: the KL along a direction, measured on a few responses of the step.
+
+A probe context is a position that predicts a token of a probed response. q(D), the KL at alpha 1 to second order, comes
+from derivatives of the logits along D (forward mode, `dual_passes`) or from the KL measured a small step to both sides
+(`longstraw.optim.step_control` has the formulas). The weights themselves never move: `moved(step)` is a block in which the
+model's products are those of W - step D.
+
+    scope "response"   the prompt's state stays as captured; only the responses' pass moves
+    scope "full"       the prompt is captured again with the moved weights: what a step really does, at its price
+
+Every rank of the world calls every method; replicas without a group contribute no context. Experts choose anew at moved
+weights, as they will after the step.
+
+Left out: which step follows from q.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad
+
+from longstraw.adapters.decoder import hidden_of_own_rows, own_output_weight
+from longstraw.optim.config import LograConfig
+from longstraw.optim.step_control import kl_rate, rate_from_kl, sum_kl, sum_logit_variance
+from longstraw.segments import Segment, SegmentState
+from longstraw.transaction.group import PromptGroup
+from longstraw.transaction.step import Step
+
+Moved = Callable[[float | torch.Tensor], AbstractContextManager]
+
+
+@dataclass(eq=False)
+class ProbedPolicy:
+    """What the policy computes at a probe's contexts: hidden states [n, hidden] of this rank's rows, a response each.
+
+    contexts: their number over all ranks.
+    """
+
+    hidden: list[torch.Tensor]
+    contexts: int
+
+
+class KlProbe:
+    """Probes of one step's direction.
+
+    moved: see the module; its step may be a dual number. sum_group: data x context parallelism.
+    """
+
+    def __init__(self, step: Step, config: LograConfig, moved: Moved, sum_group: dist.ProcessGroup):
+        self.step, self.engine, self.config, self.moved, self.sum_group = step, step.engine, config, moved, sum_group
+
+    def open(self, group: PromptGroup | None) -> ProbedPolicy:
+        """The policy at the present weights. group: of this replica, with its prompt's state alive.
+
+        Under scope "full" the state is given up: other weights leave another one.
+        """
+        hidden = [] if group is None else self._run(group, group.state)
+        self.engine.finish_phase()
+        if group is not None and self.config.kl_probe_scope == "full":
+            group.state = None
+        own = torch.tensor(float(sum(len(h) for h in hidden)), device=self._device, dtype=torch.float64)
+        dist.all_reduce(own, group=self.sum_group)
+        return ProbedPolicy(hidden, int(own))
+
+    def measure_rate(self, base: ProbedPolicy, group: PromptGroup | None, eta: float) -> float:
+        """q: the KL per squared alpha, in nats a context. eta: the length of a step at alpha 1.
+
+        Raises StepControlError where it is not finite.
+        """
+        if self.config.kl_probe == "jvp":
+            return self._rate_by_derivatives(base, group, eta)
+        size = self.config.kl_probe_step
+        ahead = self.measure_kl(base, group, size * eta)
+        behind = self.measure_kl(base, group, -size * eta)
+        return rate_from_kl(ahead, behind, size)
+
+    def measure_kl(self, base: ProbedPolicy, group: PromptGroup | None, step: float = 0.0) -> float:
+        """Mean KL(base || the policy at W - step D) over the contexts, nats; step 0: at the weights as they are now."""
+        with self.moved(step):
+            hidden = self._run_moved(group)
+            self.engine.finish_phase()
+        total = self._sum(sum_kl, [(mine, other) for mine, other in zip(base.hidden, hidden)])
+        return total / max(base.contexts, 1)
+
+    def _rate_by_derivatives(self, base: ProbedPolicy, group: PromptGroup | None, eta: float) -> float:
+        pairs = []
+        # Compiled functions (Megatron fuses small ones so) drop tangents without a word.
+        with torch.compiler.set_stance("force_eager"), forward_ad.dual_level():
+            zero = torch.zeros((), dtype=self._wide, device=self._device)
+            with self.moved(forward_ad.make_dual(zero, torch.full_like(zero, eta))):
+                hidden = self._run_moved(group)
+                self.engine.finish_phase()
+            for value in hidden:
+                primal, tangent = forward_ad.unpack_dual(value)
+                pairs.append((primal.clone(), torch.zeros_like(primal) if tangent is None else tangent.clone()))
+        total = self._sum(sum_logit_variance, pairs)
+        return kl_rate(total, base.contexts, temperature=self.engine.temperature) if base.contexts else 0.0
+
+    def _run_moved(self, group: PromptGroup | None) -> list[torch.Tensor]:
+        if group is None:
+            return []
+        state = group.state if self.config.kl_probe_scope == "response" else self.step.capture(group.prompt)
+        return self._run(group, state)
+
+    @torch.no_grad()
+    def _run(self, group: PromptGroup, state: SegmentState) -> list[torch.Tensor]:
+        """Hidden states of this rank's rows at every context, response by response, block by block."""
+        found, config = [], self.config
+        for index, sample in enumerate(group.samples[: config.kl_probe_responses]):
+            tokens = [int(group.prompt[0, -1]), *sample.token_ids[:-1]][: config.kl_probe_tokens]
+            inputs = torch.tensor([tokens], device=self._device)
+            # One block: a state that is handed on from block to block carries no derivative.
+            size = len(tokens) if config.kl_probe == "jvp" else None
+            segment = Segment(f"probe{index}", inputs, block_size=size)
+            opened = self.engine.open_segment(segment, state)
+            for block in range(len(opened.plan)):
+                hidden = self.engine.run_forward(segment, opened, block)
+                self.engine.forget_block(opened, block)
+                found.append(hidden_of_own_rows(self.engine.model, hidden, opened.plan[block]))
+        return found
+
+    def _sum(self, function, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+        """`function(logits, others)` over all pairs of hidden states, a few tokens at a time, summed over the ranks."""
+        model, tokens = self.engine.model, self.engine.config.logprob_chunk_tokens
+        weight, tp = own_output_weight(model, self.engine.vocab_size), model.pg_collection.tp
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for first, second in pairs:
+            for start in range(0, len(first), tokens):
+                logits = [h[start : start + tokens].to(self._wide) @ weight.t().to(self._wide) for h in (first, second)]
+                total += function(*logits, temperature=self.engine.temperature, group=tp)
+        dist.all_reduce(total, group=self.sum_group)
+        return float(total)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.engine.model.embedding.word_embeddings.weight.device
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(next(self.engine.model.parameters()).dtype, torch.float32)
