@@ -7,7 +7,7 @@
 Families: Llama, Qwen3, Qwen3.5 and 3.6 (the text model), GLM-5.x, DeepSeek-V3.2 (without YaRN). Safetensors only, read
 and written tensor by tensor. Every tensor is accounted for: an unmapped, missing or wrongly shaped one is an error that
 names it, and what is left out on purpose is listed. `--check` does everything but write. Values keep their bits unless
---dtype says otherwise.
+--dtype says otherwise; low-rank pairs (--lora-rank) are exported merged into their weights.
 
 An import starts its own ranks on this machine. A model that exceeds one machine's memory is imported under torchrun, on
 as many machines as hold it, which share the folders: torchrun ... tools/convert_checkpoint.py --hf-to-megatron ...
@@ -143,18 +143,23 @@ def export_megatron(args) -> dict:
 
     import torch
 
+    from longstraw.patches.lora import merge_pairs
     from megatron.grpo.conversion.build import build_blank_model, start_groups
     from megatron.grpo.conversion.megatron_checkpoint import adopt_checkpoint_dtypes, load_model_weights
     from megatron.grpo.conversion.weights import export_weights, plan_export
+    from megatron.grpo.lora import open_stored_pairs
     from megatron.grpo.quiet_logs import quiet_logs
 
     quiet_logs()
     model = build_blank_model(preset, start_groups(), dtype=pick_dtype(args) or torch.float32)
+    open_stored_pairs(iteration, model)
     if args.dtype is None:
         adopt_checkpoint_dtypes(args.load, model, step=args.ckpt_step)
     load_model_weights(args.load, model, preset, step=args.ckpt_step)
+    merged = merge_pairs(model)
     files, total = plan_export(model, preset, args.max_shard_bytes)
     report = {"iteration": iteration.name, "preset": asdict(preset), "tensors": len(files), "bytes": total}
+    report |= {"merged_pairs": merged} if merged else {}
     if args.check:
         return report
     copied = export_weights(
@@ -171,6 +176,8 @@ def print_report(args, report: dict) -> None:
     print(f"{preset['name']}: {preset['num_layers']} layers, hidden {preset['hidden_size']}, vocabulary {preset['vocab_size']}")
     if "tensors" in report:
         print(f"{verb} {report['tensors']} tensors" + ("" if args.check else f" to {args.save}"))
+    if "merged_pairs" in report:
+        print(f"merged {report['merged_pairs']} low-rank pairs into their weights")
     for reason, names in report.get("left_out", {}).items():
         shown = ", ".join(names["names"][:3]) + (", ..." if names["tensors"] > 3 else "")
         print(f"left out on purpose: {names['tensors']} tensors, {reason} ({shown})")

@@ -125,6 +125,10 @@ def test_every_section_of_a_fused_weight_is_cut():
     assert section_sizes("mlp.linear_fc1.weight", torch.Size([8, 3]), preset) == [4, 4]
     rows = torch.arange(8)[:, None].float()
     assert shard_parameter("mlp.linear_fc1.weight", rows, preset, 1, 2)[:, 0].tolist() == [2, 3, 6, 7]
+    assert shard_parameter("mlp.linear_fc1.lora_b", rows, preset, 1, 2)[:, 0].tolist() == [2, 3, 6, 7]
+    assert shard_parameter("mlp.linear_fc2.lora_a", rows.T, preset, 1, 2)[0].tolist() == [4, 5, 6, 7]
+    for whole in ("mlp.linear_fc1.lora_a", "mlp.linear_fc2.lora_b"):
+        assert shard_parameter(whole, rows, preset, 1, 2) is rows
     for name, parameter in get_pair("tiny-qwen3.6").plain.named_parameters():
         sections = section_sizes(name, parameter.shape, preset)
         assert sections is None or sum(sections) == parameter.shape[0], name

@@ -53,6 +53,9 @@ OUT_OF_RANGE = {
     "--clip-range-high inf": "--clip-range-high must be finite, not inf",
     "--kl-coefficient nan": "--kl-coefficient must be finite, not nan",
     "--reward-timeout inf": "--reward-timeout must be finite, not inf",
+    "--lora-rank -1": "--lora-rank must be at least 0, not -1",
+    "--lora-rank 4 --lora-alpha 0": "--lora-alpha must be above 0 and finite, not 0.0",
+    "--lora-rank 4 --lora-alpha nan": "--lora-alpha must be finite, not nan",
     f"--seed {HUGE}": f"--seed must be between 0 and 2^63 - 1, not {HUGE}",
     "--seed -1": "--seed must be between 0 and 2^63 - 1, not -1",
     "--ckpt-step -1": "--ckpt-step must be at least 0, not -1",
@@ -87,6 +90,8 @@ CONTRADICTING = {
     "--linear-attention-freq [1]*(": "neither a number nor a list of 0 and 1",
     "--linear-attention-freq often": "neither a number nor a list of 0 and 1",
     "--model-preset tiny-glm5.2 --moe-layer-freq [": "neither a number nor a list of 0 and 1",
+    "--model-preset tiny-glm5.2 --dsa-indexer-use-sparse-loss --dsa-indexer-loss-coeff 1 --lora-rank 4":
+        "--lora-rank 4 freezes the indexer, which --dsa-indexer-loss-coeff 1.0 would train",
     "--model-preset tiny-glm5.2 --moe-router-num-groups 4": "need each other",
     "--model-preset tiny-glm5.2 --moe-router-group-topk 2": "need each other",
 }
@@ -119,6 +124,9 @@ IDLE = {
     "--min-lr 1e-9": "is read only with an --lr-decay-style other than constant",
     "--lr-decay-iters 5": "is read only with an --lr-decay-style other than constant",
     "--lr-warmup-init 1e-9": "is read only with --lr-warmup-iters or --lr-warmup-fraction",
+    "--lora-alpha 8": "--lora-alpha 8.0 is read only with --lora-rank above 0",
+    "--lora-rank 4 --decoupled-lr 1e-3": "--decoupled-lr 0.001 is read only with --lora-rank 0, since LoRA freezes",
+    "--lora-rank 4 --apply-wd-to-qk-layernorm": "is read only with --lora-rank 0, since LoRA freezes",
     "--decoupled-min-lr 1e-9": "is read only with --decoupled-lr",
     "--dsa-indexer-use-sparse-loss": "read only with --dsa-indexer-loss-coeff above 0",
     "--model-preset tiny-glm5.2 --dsa-indexer-use-sparse-loss": "read only with --dsa-indexer-loss-coeff above 0",
