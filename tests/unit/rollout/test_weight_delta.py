@@ -8,10 +8,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from longstraw.optim.master_rows import MasterRows
 from longstraw.optim.masters import join_float32, split_float32
 from longstraw.optim.projection import Projection
-from longstraw.optim.sketch import BlockLimits
+from longstraw.optim.sketch import BlockLimits, open_sketch
 from longstraw.optim.update import apply_update
+from longstraw.optim.updated_weight import ROWS_AT_ONCE, Placement, UpdatedWeight
 from longstraw.rollout.weight_delta import (
     DeltaManifest, WeightStep, apply_delta, checksum_weights, measure_delta, read_manifest, round_as_trainer,
     scale_rows, write_delta,
@@ -93,6 +95,37 @@ def test_a_bfloat16_receiver_has_the_trainers_bits(tmp_path):
         assert same(copies, trainer.masters())
     tie = torch.tensor([1 + 2.0**-8])
     assert round_as_trainer(tie).item() == 1 + 2.0**-7 and tie.bfloat16().item() == 1.0
+
+
+@pytest.mark.parametrize("masters", [None, "float32", "remainder"])
+def test_the_optimizers_own_step_is_followed(masters, tmp_path):
+    """RowAdam on a weight of more rows than a tile: float32, and bfloat16 with either kind of masters."""
+    begun = draw(ROWS_AT_ONCE + 300, 70, dtype=F32).bfloat16()
+    weight = torch.nn.Parameter(begun.float() if masters is None else begun.clone(), requires_grad=False)
+    drawn = Projection(name="w", rank=RANK, columns=70, seed=3, draw=0)
+    kept = None if masters is None else MasterRows(weight.data, kind=masters, residency="device")
+    updated = UpdatedWeight(
+        name="w", weight=weight, placement=Placement(columns=70), rule="rowadam", sketch=open_sketch(weight, drawn),
+        masters=kept,
+    )  # fmt: skip
+    full = lambda: weight.data if kept is None else kept.whole(weight.data)  # noqa: E731
+    copies = {"w": begun.float()}
+    for number in (1, 2):
+        updated.sketch.restart(number)
+        updated.sketch.sketch.copy_(draw(len(begun), RANK, seed=number, dtype=F32))
+        updated.prepare(number)
+        base, factors = checksum_weights([("w", full())]), updated.factors()
+        updated.apply(0.3 / number)
+        manifest = DeltaManifest(
+            step=number, base=base, result=checksum_weights([("w", full())]), rank=RANK, kind="rademacher", seed=3,
+            draw=number, entries_at_once=updated.sketch.limits.entries, rows_at_once=ROWS_AT_ONCE,
+            weights={"w": WeightStep(columns=70, step=0.3 / number)},
+        )  # fmt: skip
+        write_delta(tmp_path / "delta", {"w": factors}, manifest)
+        apply_delta(tmp_path / "delta", copies)
+        assert torch.equal(copies["w"], full())
+        served = copies["w"] if masters is None else round_as_trainer(copies["w"])
+        assert torch.equal(served, weight.data)
 
 
 def test_steps_come_back_to_the_last_bit(tmp_path):
