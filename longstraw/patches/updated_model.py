@@ -28,9 +28,10 @@ class UpdatedModel:
             id(matrix.weight): module for matrix, _ in pairs if not matrix.called for module in _readers(model, matrix)
         }
 
-    def attach(self) -> None:
+    def attach(self) -> list:
         """Let every sketched matrix add its gradients to its sketch from now on. After DDP is built: it has no buffer for
-        them."""
+        them. Returns the handles of the hooks on matrices that are only read."""
+        hooks = []
         for matrix, weight in self.pairs:
             if weight.sketch is None:
                 continue
@@ -38,7 +39,8 @@ class UpdatedModel:
                 replace_product(matrix, _training_product(weight))
             else:
                 matrix.weight.requires_grad_(True)
-                matrix.weight.register_post_accumulate_grad_hook(_sketch_and_drop(weight))
+                hooks.append(matrix.weight.register_post_accumulate_grad_hook(_sketch_and_drop(weight)))
+        return hooks
 
     @contextmanager
     def moved(self, step: float | torch.Tensor) -> Iterator[None]:

@@ -1,0 +1,99 @@
+"""Predicted KL: forward mode against finite differences and against what a step really does."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longstraw.optim.config import LograConfig
+from longstraw.optim.step_control import choose_alpha
+from longstraw.patches.float64 import lift_float64
+from tests.support.logra import prompt_group, sketched
+from tests.support.models import draw_group, get_pair, get_small_hybrid
+
+CONFIG = LograConfig(logra_rank=8, kl_probe_responses=3)
+
+
+def open_probe(under, group, **changes):
+    """(probe, base, group of a step, eta) after one replay; changes: to the configuration."""
+    under.pair.engine().replay(group.tree())
+    direction = under.logra.prepare()
+    probe = replace(under, config=replace(under.config, **changes)).probe()
+    step_group = prompt_group(group)
+    step_group.state = probe.step.capture(group.prompt)
+    return probe, probe.open(step_group), step_group, direction.eta
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen3.6", "tiny-llama"])
+def test_forward_mode_equals_finite_differences(preset):
+    pair = get_pair(preset)
+    with sketched(pair, CONFIG) as under, lift_float64():
+        probe, base, group, eta = open_probe(under, draw_group(43, (5, 17, 1), pair.vocab_size))
+        by_derivative = probe.measure_rate(base, group, eta)
+        size = 1e-3
+        kl = probe.measure_kl(base, group, size * eta) + probe.measure_kl(base, group, -size * eta)
+        assert base.contexts == 23
+        assert by_derivative == pytest.approx(kl / (2 * size**2), rel=1e-4)
+        by_difference = replace(under, config=replace(CONFIG, kl_probe="finite-difference")).probe()
+        assert by_difference.measure_rate(by_difference.open(group), group, eta) == pytest.approx(by_derivative, rel=0.01)
+
+
+@pytest.mark.parametrize("prompt, responses", [(1, (1,)), (2, (1, 3)), (37, (9, 2))])
+def test_any_sizes(prompt, responses):
+    pair = get_small_hybrid()
+    with sketched(pair, CONFIG) as under, lift_float64():
+        probe, base, group, eta = open_probe(under, draw_group(prompt, responses, pair.vocab_size))
+        kl = probe.measure_kl(base, group, 1e-3 * eta) + probe.measure_kl(base, group, -1e-3 * eta)
+        assert probe.measure_rate(base, group, eta) == pytest.approx(kl / 2e-6, rel=1e-3)
+
+
+@pytest.mark.parametrize("preset, scope", [("tiny-qwen3.6", "response"), ("tiny-llama", "full"), ("tiny-glm5.2", "response")])
+def test_a_moved_pass_is_the_model_with_moved_weights(preset, scope):
+    """The probe's KL at a step equals the KL after the weights really took it; under "full" with a new capture."""
+    pair, small = get_pair(preset), 1e-6
+    with sketched(pair, CONFIG) as under, lift_float64():
+        changes = dict(kl_probe="finite-difference", kl_probe_scope=scope)
+        probe, base, group, eta = open_probe(under, draw_group(43, (5, 17), pair.vocab_size), **changes)
+        assert (group.state is None) == (scope == "full")
+        probed = probe.measure_kl(base, group, small * eta)
+        under.logra.apply(small * eta)
+        assert probed > 0 and probe.measure_kl(base, group) == pytest.approx(probed, rel=1e-5)
+
+
+def test_the_budget_is_kept():
+    """Predicted against measured KL at the alpha that each budget allows; the error is the third order's."""
+    pair = get_pair("tiny-qwen3.6")
+    with sketched(pair, CONFIG) as under, lift_float64():
+        probe, base, group, eta = open_probe(under, draw_group(43, (5, 17, 1), pair.vocab_size))
+        rate = probe.measure_rate(base, group, eta)
+        for budget, bar in ((1e-5, 0.05), (1e-4, 0.15), (1e-3, 0.5)):
+            alpha = choose_alpha(rate, budget, alpha_max=100.0)
+            assert probe.measure_kl(base, group, alpha * eta) == pytest.approx(budget, rel=bar)
+
+
+def test_truncated_probes_count_their_contexts():
+    pair = get_small_hybrid()
+    with sketched(pair, replace(CONFIG, kl_probe_tokens=4, kl_probe_responses=2)) as under, lift_float64():
+        _, base, _, _ = open_probe(under, draw_group(9, (5, 17, 1), pair.vocab_size))
+        assert base.contexts == 8
+
+
+def test_a_replica_without_a_group_has_no_context():
+    pair = get_small_hybrid()
+    with sketched(pair, CONFIG) as under, lift_float64():
+        probe, *_ = open_probe(under, draw_group(9, (5,), pair.vocab_size))
+        base = probe.open(None)
+        assert base.contexts == 0 and probe.measure_rate(base, None, 1.0) == 0.0 and probe.measure_kl(base, None, 1.0) == 0.0
+
+
+def test_weights_and_products_are_as_before_a_probe():
+    pair = get_pair("tiny-glm5.2")
+    with sketched(pair, CONFIG) as under, lift_float64():
+        before = {n: p.detach().clone() for n, p in pair.model.named_parameters()}
+        probe, base, group, eta = open_probe(under, draw_group(9, (5,), pair.vocab_size), kl_probe="finite-difference")
+        probe.measure_rate(base, group, eta)
+        assert probe.measure_kl(base, group) == 0.0
+        assert all(torch.equal(p, before[n]) for n, p in pair.model.named_parameters())
+        with pytest.raises(ValueError, match="--kl-probe jvp cannot follow"):
+            with under.model.moved(torch.zeros(())):
+                pass
