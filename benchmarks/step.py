@@ -30,7 +30,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron.grpo.presets import get_preset  # noqa: E402
+from longstraw.patches.world_sizes import find_misfits  # noqa: E402
+from megatron.grpo.presets import check_divisible, get_preset  # noqa: E402
 from tools.tool_flags import check_at_least_1, check_report_path, check_seed  # noqa: E402
 
 RUNS = ("conventional", "checkpointed", "exact", "response_only")
@@ -78,10 +79,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     ))  # fmt: skip
     check_seed(parser, args.seed)
     check_report_path(parser, args.json)
+    cp, ep = args.context_parallel_size, args.expert_model_parallel_size
+    sizes = argparse.Namespace(tensor_model_parallel_size=1, context_parallel_size=cp, expert_model_parallel_size=ep)
     try:
-        get_preset(args.model_preset)
-    except ValueError as unknown_preset:
-        parser.error(str(unknown_preset))
+        check_divisible(get_preset(args.model_preset), sizes)
+    except ValueError as unfit:
+        parser.error(str(unfit))
+    for misfit in find_misfits(cp, tensor_parallel=1, context_parallel=cp, expert_parallel=ep):
+        parser.error(misfit)
     if args.prompt_length < 2:
         parser.error("--prompt-length is at least 2: the prompt's last token starts the responses")
     return args
@@ -248,6 +253,16 @@ def compute_ratios(runs: dict[str, dict]) -> dict[str, float]:
     return ratios
 
 
+def write_report(report: dict, path: str) -> None:
+    """The report as JSON to a file, or as all of standard output where the path is -."""
+    text = json.dumps(report, indent=1)
+    if path == "-":
+        print(text, flush=True)
+    else:
+        Path(path).write_text(text + "\n")
+        print(f"written to {path}", file=sys.stderr)
+
+
 def main() -> int:
     """Launch the runs, or be a rank of one."""
     args = parse_arguments()
@@ -260,13 +275,7 @@ def main() -> int:
             runs[run] = launch(args, run, sys.argv[1:], folder)
             print(f"{run}: {json.dumps(runs[run])}", file=sys.stderr, flush=True)
     settings = {key: value for key, value in vars(args).items() if key != "json"}
-    report = {"settings": settings, "runs": runs, "ratios": compute_ratios(runs)}
-    text = json.dumps(report, indent=1)
-    if args.json == "-":
-        print(text, flush=True)
-    else:
-        Path(args.json).write_text(text + "\n")
-        print(f"written to {args.json}", file=sys.stderr)
+    write_report({"settings": settings, "runs": runs, "ratios": compute_ratios(runs)}, args.json)
     return int(any("error" in figures for figures in runs.values()))
 
 

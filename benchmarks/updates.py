@@ -121,11 +121,11 @@ class LongStrawUpdate:
 
     def accumulate(self, batch: Batch) -> None:
         """Gradients of the whole group land in the parameters, summed over the context-parallel ranks."""
-        from longstraw.segments import Segment
+        from longstraw.segments import prompt_segment
 
         engine = self.engine
         constant = engine.config.semantics == "response_only"
-        prompt = Segment("prompt", batch.prompt[:, :-1])
+        prompt = prompt_segment(batch.prompt)
         state, _ = engine.forward_sweep(prompt, None, constant=constant)
         if not constant:
             engine.prepare_adjoints(state)
@@ -151,9 +151,9 @@ class LongStrawUpdate:
     def accumulate_prompt_only(self, batch: Batch) -> None:
         """The prompt's share alone: its forward, its recomputation and its backward, from adjoints of ones."""
         from longstraw.prompt_state.recurrent import RecurrentStates
-        from longstraw.segments import Segment
+        from longstraw.segments import prompt_segment
 
-        engine, prompt = self.engine, Segment("prompt", batch.prompt[:, :-1])
+        engine, prompt = self.engine, prompt_segment(batch.prompt)
         state, _ = engine.forward_sweep(prompt, None)
         engine.prepare_adjoints(state)
         for layer in state.layers.values():

@@ -186,12 +186,15 @@ def _scan(best, q, weights, at, keys, positions, geometry) -> torch.Tensor:
     merged = []
     for a in range(0, len(q), queries_at_once):
         rows = slice(a, a + queries_at_once)
-        top, limits = best[rows], None if at is None else at[rows, None]
-        for c in range(0, len(keys), step):
-            parts = keys[c : c + step].split(tile)
-            scores = torch.cat([index_scores(q[rows], weights[rows], part, geometry.relu) for part in parts], 1)
-            merge = _merge_better if on_cpu and top.shape[1] == geometry.top_k else _merge
-            top = merge(top, scores, positions[c : c + step], limits, geometry.top_k)
+        top, limits, c = best[rows], None if at is None else at[rows, None], 0
+        while c < len(keys):
+            full = top.shape[1] == geometry.top_k
+            span = slice(c, c + (step if full else tile))  # a list with places free takes all of them: few, at first
+            scores = torch.cat(
+                [index_scores(q[rows], weights[rows], part, geometry.relu) for part in keys[span].split(tile)], 1
+            )
+            merge = _merge_better if on_cpu and full else _merge
+            top, c = merge(top, scores, positions[span], limits, geometry.top_k), span.stop
         merged.append(top)
     return torch.cat(merged)
 

@@ -114,6 +114,42 @@ def test_any_cut_selects_what_a_full_sort_selects(spans, queries, batch, top_k, 
     assert found == [[set(row.nonzero()[:, 0].tolist()) for row in member] for member in mask]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("whole", [False, True])
+def test_keys_that_cannot_enter_a_full_list_are_not_packed(monkeypatch, whole, dtype):
+    """A thousand keys in tiles of 50, with ties and infinities: the rule, though most tiles pack next to nothing."""
+    scores = draw(1, 6, 1000, seed=7, whole=whole).type(dtype)
+    scores[0, 0, ::3], scores[0, 1] = -INFINITY, -INFINITY
+    scores[0, 2, ::7] = INFINITY
+    scores[0, 3] = scores[0, 3].abs()  # of a later key the score is hardly ever better: most are ties where they are whole
+    scores[0, 4] = torch.arange(1000)  # every key is better than all before
+    packed, original = [], selection_module.pack_keys
+    monkeypatch.setattr(selection_module, "pack_keys", lambda s, at: packed.append(s.numel()) or original(s, at))
+    best = torch.empty(6, 0, dtype=torch.int64)
+    at = torch.arange(1000)
+    for a in range(0, 1000, 50):
+        merge = selection_module._merge if a == 0 else selection_module._merge_better
+        best = merge(best, scores[0, :, a : a + 50], at[a : a + 50], None, 10)
+    mask = naive_selection(scores, torch.full((6,), 1000), at, 10)[0]
+    assert [set(row.tolist()) for row in unpack_positions(best)] == [set(row.nonzero()[:, 0].tolist()) for row in mask]
+    assert sum(packed) < 6 * 1000 / 2, packed
+    assert (best[:, :-1] > best[:, 1:]).all()
+
+
+@pytest.mark.parametrize("queries, keys", [(1, 1), (3, 8), (5, 13)])
+def test_the_short_cut_is_the_long_way(queries, keys):
+    """Lists with places still free, a causal limit, not-a-number: the same lists, whichever way they are merged."""
+    scores = draw(1, queries, keys, seed=3, whole=True)[0].float()
+    scores[:, keys // 2] = float("nan")
+    best, at = torch.full((queries, 3), NOTHING), torch.arange(40, 40 + keys)
+    best[: queries // 2] = pack_keys(torch.tensor([1.0, 0.0, -0.0]), torch.tensor([3, 5, 6]))
+    best[: queries // 4, -1] = pack_keys(torch.tensor(-INFINITY), torch.tensor(1))
+    limits = torch.arange(39, 39 + queries)[:, None]
+    for seen in (None, limits):
+        expected = selection_module._merge(best, scores, at, seen, 3)
+        assert torch.equal(selection_module._merge_better(best, scores, at, seen, 3), expected)
+
+
 def test_a_batch_shares_pages_of_batch_one():
     q, w, k = draw(3, 2, 4, 5, seed=1), draw(3, 2, 4, seed=2), draw(1, 9, 5, seed=3)
     own, layout = draw(3, 4, 5, seed=4), BlockLayout(9, 4)

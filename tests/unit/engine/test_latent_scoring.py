@@ -5,7 +5,7 @@ import torch
 
 from longstraw.rollout.config import SamplingConfig
 from longstraw.rollout.resident import decode_group
-from longstraw.segments import prompt_segment, response_segment
+from longstraw.segments import Segment, prompt_segment, response_segment
 from tests.support.latent_models import small_latent
 from tests.support.models import draw_group, lift_float64, replay_gradients
 
@@ -51,3 +51,17 @@ def test_decoded_tokens_score_as_in_a_forward_sweep(prompt_length):
             response = torch.tensor([sample.token_ids])
             _, scored = engine.forward_sweep(response_segment("again", prompt, response), state)
             torch.testing.assert_close(scored[0], torch.tensor(sample.logprobs, dtype=torch.float64), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [1, 4, 64])
+def test_a_later_token_leaves_earlier_ones_alone(block):
+    """Of 12 tokens with 5 selected keys each: another token 5 changes what follows from it, and nothing before."""
+    pair = small_latent()
+    engine, tokens = pair.engine(response_block_size=block), draw_group(13, (1,), pair.vocab_size).prompt
+    inputs, targets, scored = tokens[:, :-1].clone(), tokens[:, 1:], []
+    for token in (inputs[0, 5].item(), (inputs[0, 5].item() + 1) % pair.vocab_size):
+        inputs[0, 5] = token
+        with lift_float64():
+            scored.append(engine.forward_sweep(Segment("document", inputs.clone(), targets), None)[1])
+    torch.testing.assert_close(scored[0][:, :5], scored[1][:, :5], rtol=1e-13, atol=1e-13)
+    assert ((scored[0] - scored[1])[:, 5:].abs() > 1e-6).all()

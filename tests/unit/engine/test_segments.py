@@ -49,6 +49,15 @@ def test_sizes_below_one_are_refused(field):
         SweepConfig(**{field: 0})
 
 
+@pytest.mark.parametrize("field, place", [
+    ("page_residency", "none"), ("index_page_residency", "none"), ("adjoint_residency", None),
+    ("attention_output_residency", "disk"), ("selection_residency", ""),
+])
+def test_state_without_a_residency_is_refused(field, place):
+    with pytest.raises(ValueError, match=f"--{field.replace('_', '-')} is one of .*, not {place}"):
+        SweepConfig(**{field: place})
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     start=st.integers(0, 30), length=st.integers(1, 50), block_size=st.integers(1, 60), ranks=st.integers(1, 4),
