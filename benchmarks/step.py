@@ -65,6 +65,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--runs", default=",".join(RUNS), help="which, comma-separated")
     add("--measure", choices=("both", "time", "memory"), default="both", help="timed updates, the metered one, or both")
     add("--repeat", type=int, default=2, help="timed updates")
+    add("--prompt-only", action=argparse.BooleanOptionalAction, default=True, help="time the prompt of exact alone as well")
     add("--threads", type=int, default=1, help="compute threads a rank")
     add("--seed", type=int, default=1, help="of weights and tokens")
     add("--json", default="-", metavar="PATH", help="where the report goes; - is standard output")
@@ -171,7 +172,7 @@ def measure(args, run: str) -> dict:
     figures = {"tokens": update.tokens(batch)}
     if args.measure != "memory":
         figures["seconds"], figures["cpu_seconds"] = time_fastest(lambda: step(batch), args.repeat)
-        if run == "exact":
+        if run == "exact" and args.prompt_only:
             prompt_only = time_fastest(lambda: update.accumulate_prompt_only(batch), args.repeat)
             figures["prompt_only_seconds"], figures["prompt_only_cpu_seconds"] = prompt_only
             optimizer.zero_grad(set_to_none=False)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from longstraw.prompt_state.capacity import explain_shortage
 from longstraw.prompt_state.ledger import LedgerEntry
+from tests.support.latent_models import small_latent
 from tests.support.models import draw_group, get_pair, get_small_hybrid, replay_gradients
 
 
@@ -66,3 +68,15 @@ def test_nothing_is_allocated():
     engine = get_pair("tiny-llama").engine()
     total = sum(entry.bytes for entry in engine.foresee_state(2_000_000))
     assert total > 2_000_000 * 4 * 2 * 2 * 32 * 8 and torch.float64.itemsize == 8
+
+
+@pytest.mark.parametrize("name", ["small hybrid", "latent, indexer trained", "tiny-qwen3-moe"])
+def test_a_host_without_room_is_told_what_takes_each_kind_off_it(name):
+    """Whatever the adapters put on the host, the refusal has a flag for it."""
+    pairs = {"small hybrid": get_small_hybrid, "latent, indexer trained": lambda: small_latent(indexer_loss=0.7)}
+    pair = pairs[name]() if name in pairs else get_pair(name)
+    entries = pair.engine(**PLACES | dict(selection_residency="host")).foresee_state(100)
+    kinds = {entry.kind for entry in entries if entry.residency == "host"}
+    sentence = explain_shortage(entries, tokens=100, free=0, ranks=1)
+    assert all(f" GiB {kind} (--" in sentence for kind in kinds) and len(kinds) >= 3
+    assert name != "latent, indexer trained" or {"index_adjoint", "latent_adjoint", "selection"} <= kinds
