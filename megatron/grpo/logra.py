@@ -92,7 +92,7 @@ class LograOptimizer:
                 held["master"] = weight.masters.whole(weight.weight.data)
             for kind, tensor in held.items():
                 key = f"{weight.name}.{kind}"
-                state["logra_matrices"][key] = make_sharded_optimizer_tensor(layout, tensor, f"logra.{kind}")
+                state["logra_matrices"][key] = make_sharded_optimizer_tensor(layout, tensor, f"optimizer.logra.{kind}")
         if self.rest is not None:
             state["rest"] = self.rest.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
         return state
@@ -105,7 +105,7 @@ class LograOptimizer:
             dist.all_gather(shards, moment.contiguous(), group=tp)
             moment = unshard_parameter(matrix.name, shards, self.preset)
         copy = self.groups.expt_dp.rank() if matrix.expert else dist.get_rank()
-        return ShardedTensor.from_rank_offsets(f"logra.rows.{weight.name}", moment[:, 0].clone(), replica_id=copy)
+        return ShardedTensor.from_rank_offsets(f"optimizer.logra.rows.{weight.name}", moment[:, 0].clone(), replica_id=copy)
 
     def load_state_dict(self, state: dict) -> None:
         """Take what `dist_checkpointing.load` filled into `sharded_state_dict`. Collective."""
