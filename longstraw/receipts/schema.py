@@ -8,6 +8,7 @@ schema can never pass by being half understood.
 """
 
 import dataclasses
+import functools
 import inspect
 import json
 import math
@@ -23,8 +24,10 @@ _KEYWORDS = {"$schema", "$defs", "$ref", "title", "description", "type", "proper
              "additionalProperties", "enum", "const"}
 
 
+@functools.cache
 def build_schema(cls: type) -> dict:
-    """The JSON Schema (draft 2020-12) of a dataclass and of every dataclass inside it."""
+    """The JSON Schema (draft 2020-12) of a dataclass and of every dataclass inside it. The same object again: not to be
+    changed."""
     definitions: dict[str, dict] = {}
     root = _describe_dataclass(cls, definitions)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": cls.__name__, **root,
