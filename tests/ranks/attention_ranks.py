@@ -117,7 +117,7 @@ def main(rank, ranks, _):
         dict(rows_at_once=1), dict(rows_at_once=2, kept=True), dict(residency="host"), dict(length=1, block_size=4),
         dict(length=2, block_size=1, kept=True), dict(length=64, block_size=16, batch=1),
     ):
-        for exchange in ("queries", "keys", "auto"):
+        for exchange in ("queries", "keys") if change else ("queries", "keys", "auto"):
             check_paged(rank, ranks, **sizes | change, exchange=exchange)
 
 

@@ -256,8 +256,8 @@ def main(rank: int, ranks: int, arguments: list[str]) -> None:
         if not dtype:
             check_other_topology(path, flags, 2, 1, before=(1, 2))
             passed(f"CP 2 -> TP 2 -> CP 2, {name}")
-            check_other_topology(path, flags, 1, 1, before=(1, 2))
-            passed(f"CP 2 -> DP 2, {name}")
+    check_other_topology(f"{folder}/hybrid", HYBRID, 1, 1, before=(1, 2))
+    passed("CP 2 -> DP 2, hybrid")
     check_resume_is_exact(f"{folder}/tp", HYBRID, 2, 1)
     passed("resume, hybrid, TP 2")
     check_refusals(f"{folder}/hybrid")

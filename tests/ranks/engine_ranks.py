@@ -30,7 +30,8 @@ from tests.support.ranks import fork_ranks
 
 def preset_of(case: Case):
     preset = small_preset() if case.preset == "small-latent" else get_preset(case.preset)
-    return preset if case.vocab_size is None else replace(preset, vocab_size=case.vocab_size)
+    changes = dict(case.change) if case.vocab_size is None else dict(case.change, vocab_size=case.vocab_size)
+    return replace(preset, **changes)
 
 
 def draw_groups(case: Case) -> list[models.Group | models.Document]:
@@ -171,7 +172,7 @@ def reference_of(case: Case, pair, token_groups):
 
 def run_case(case: Case, groups, built: dict) -> dict:
     with lift_float64():
-        model = (case.preset, case.vocab_size, case.dtype, case.sequence_parallel, case.indexer_loss)
+        model = (preset_of(case), case.dtype, case.sequence_parallel, case.indexer_loss)
         if model not in built:
             built[model] = build(case, groups)
         pair, ddp = built[model]

@@ -59,31 +59,34 @@ def case_mask_without(t, nobody, start, length):
     return mask
 
 
+WALKS = (
+    (LatentCase(23, 9, 2, quantum=2.0), Walk(block=7, rows_at_once=1, reselect=True), 1),
+    (LatentCase(9, 5, top_k=1), Walk(block=1, reselect=True), 1),
+    (LatentCase(9, 5, 3, top_k=100), Walk(block=14), 1),
+    (LatentCase(17, 8, 2, top_k=6, quantum=1.0), Walk(block=5, elements_at_once=12, kept=True), 3),
+    (LatentCase(0, 2), Walk(block=2, kept=True, reselect=True), 1),
+    (LatentCase(1, 1), Walk(block=4), 1),
+    (LatentCase(40, 10, relu=False, top_k=11), Walk(block=16, rows_at_once=2, keys_at_once=3, scores_at_once=9), 1),
+    (LatentCase(23, 9, 2, top_k=1000), Walk(block=7, dense=True, exchange="queries"), 1),
+    (LatentCase(23, 9, 2, top_k=1000), Walk(block=7, dense=True, exchange="keys", kept=True), 1),
+    (LatentCase(23, 9, 2), Walk(block=7, indexer=True), 1),
+    (LatentCase(9, 5, top_k=1), Walk(block=1, indexer=True), 1),
+    (LatentCase(17, 8, 2, top_k=6, quantum=1.0), Walk(block=5, elements_at_once=12, indexer=True), 3),
+    (LatentCase(40, 10, relu=False, top_k=11), Walk(block=16, rows_at_once=2, indexer=True), 1),
+    (LatentCase(9, 6, 2, top_k=1000), Walk(block=7, dense=True, rows_at_once=1, indexer=True), 1),
+)
+IN_PAIRS = (3, 7, 8, 11)
+"""Of these, the walks that a pair of the four ranks takes too: its ranks' numbers in the group are not those in the world."""
+
+
 def main(rank, ranks, _):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    for group in (dist.group.WORLD, pairs[rank // 2]):
-        for quantum in (None, 0.7, 2.0, 100.0):
-            for rotation in range(dist.get_world_size(group)):
+    world, pair = dist.group.WORLD, pairs[rank // 2]
+    for group, quanta, walks in ((world, (None, 0.7, 100.0), WALKS), (pair, (0.7,), [WALKS[i] for i in IN_PAIRS])):
+        for quantum in quanta:
+            for rotation in range(dist.get_world_size(group)) if quantum == 0.7 else (1,):
                 check_choice(quantum, rotation, group)
-        for case, cut, unit in (
-            (LatentCase(23, 9, 2), Walk(block=7), 1),
-            (LatentCase(23, 9, 2, quantum=2.0), Walk(block=7, rows_at_once=1, reselect=True), 1),
-            (LatentCase(9, 5, top_k=1), Walk(block=1, reselect=True), 1),
-            (LatentCase(9, 5, 3, top_k=100), Walk(block=14), 1),
-            (LatentCase(17, 8, 2, top_k=6, quantum=1.0), Walk(block=5, elements_at_once=12, kept=True), 3),
-            (LatentCase(0, 2), Walk(block=2, kept=True, reselect=True), 1),
-            (LatentCase(1, 1), Walk(block=4), 1),
-            (LatentCase(40, 10, relu=False, top_k=11), Walk(block=16, rows_at_once=2, keys_at_once=3, scores_at_once=9), 1),
-            (LatentCase(23, 9, 2), Walk(block=7, dense=True, exchange="queries"), 1),
-            (LatentCase(23, 9, 2), Walk(block=7, dense=True, exchange="keys", kept=True), 1),
-            (LatentCase(23, 9, 2), Walk(block=7, indexer=True), 1),
-            (LatentCase(9, 5, top_k=1), Walk(block=1, indexer=True), 1),
-            (LatentCase(17, 8, 2, top_k=6, quantum=1.0), Walk(block=5, elements_at_once=12, indexer=True), 3),
-            (LatentCase(40, 10, relu=False, top_k=11), Walk(block=16, rows_at_once=2, indexer=True), 1),
-            (LatentCase(9, 6, 2), Walk(block=7, dense=True, rows_at_once=1, indexer=True), 1),
-        ):
-            if cut.dense:
-                case = LatentCase(case.shared, case.own, case.batch, top_k=1000)
+        for case, cut, unit in walks:
             check_case(case, cut, group, unit)
             if rank == 0:
                 print(dist.get_world_size(group), case, cut, flush=True)

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 @pytest.mark.timeout(600)  # 42 s of processor time; a busy disk takes longer
 def test_checkpoints_over_two_ranks(tmp_path):
     output = run_on_ranks(HERE / "checkpointing_ranks.py", 2, tmp_path, [str(tmp_path)], seconds=560)
-    assert output.count("passed: ") == 15, output
+    assert output.count("passed: ") == 14, output
 
 
 @pytest.mark.ranks

@@ -30,11 +30,11 @@ def test_gradient_equals_the_dense_pass(results, name):
     assert result["loss"] == pytest.approx(result["reference_loss"], rel=10 * bar, abs=bar)
 
 
-@pytest.mark.parametrize("name", ["cp2 ep2", "dp2 x cp2 ep4", "cp4 ep2"])
+@pytest.mark.parametrize("name", ["cp2 ep2, scored and replayed in one go", "dp2 x cp2 ep4", "cp4 ep2"])
 def test_every_expert_and_router_is_compared(results, name):
-    """All 8 experts of all 4 layers under their whole names, and the routers, whose gradient comes from live gates."""
+    """All 8 experts of both layers under their whole names, and the routers, whose gradient comes from live gates."""
     parameters = results(name)["parameters"]
-    for layer in range(4):
+    for layer in range(2):
         assert f"decoder.layers.{layer}.mlp.router.weight" in parameters
         for expert in range(8):
             assert f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight" in parameters

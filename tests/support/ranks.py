@@ -1,18 +1,18 @@
 """Run a script on several gloo ranks and wait: no fixed port, no orphan, one failed rank ends the others.
 
-The script imports once and forks its ranks: importing Megatron costs more than most checks.
+All scripts of a test process are forked from one server that has imported Megatron, and each forks its ranks: importing
+costs more than most checks.
 """
 
-import ctypes
 import json
-import os
-import signal
-import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.support.fork_server import REPOSITORY, end_with_parent, run_script
+
+__all__ = ["REPOSITORY", "fork_ranks", "open_results", "run_forked", "run_on_ranks"]
 
 
 def run_on_ranks(script: Path, ranks: int, scratch: Path, arguments: list[str] = (), *, seconds: float = 580) -> str:
@@ -20,22 +20,20 @@ def run_on_ranks(script: Path, ranks: int, scratch: Path, arguments: list[str] =
 
     Raises AssertionError with the output where a rank fails or time is up.
     """
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore",
-    }
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(ranks), str(scratch / "rendezvous"), *arguments], env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY, start_new_session=True,
-        preexec_fn=_end_with_parent,
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise AssertionError(f"{script.name} on {ranks} ranks did not end in {seconds} s\n{output[-6000:]}") from None
-    assert process.returncode == 0, f"{script.name} on {ranks} ranks: exit code {process.returncode}\n{output[-6000:]}"
-    return output
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        return run_forked(script, [str(ranks), f"{folder}/rendezvous", *arguments], scratch, seconds=seconds)
+
+
+def run_forked(script: Path, arguments: list[str], scratch: Path, *, seconds: float = 580) -> str:
+    """Run `script [arguments]` in a process that has imported Megatron; returns its output. Raises as `run_on_ranks`."""
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        output = Path(folder) / "output"
+        status = run_script([str(script), *map(str, arguments)], output, seconds)
+        text = output.read_text(errors="replace")
+    command = f"{script.name} {' '.join(map(str, arguments))}"
+    assert status is not None, f"{command} did not end in {seconds} s\n{text[-6000:]}"
+    assert status == 0, f"{command}: exit code {status}\n{text[-6000:]}"
+    return text
 
 
 def open_results(script: Path, cases: dict, arguments: list[str], tmp_path_factory) -> Callable[[str], dict]:
@@ -75,15 +73,10 @@ def _enter(rank, main, ranks, rendezvous, arguments):
 
     from longstraw.patches.gloo_device import share_gloo_device
 
-    _end_with_parent()
+    end_with_parent()
     torch.set_num_threads(1)
     share_gloo_device()
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     main(rank, ranks, arguments)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _end_with_parent() -> None:
-    """Ask the kernel to end this process when the one that started it ends, however it ends (prctl(2))."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)

@@ -12,57 +12,43 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.step import _collect, compute_ratios, parse_arguments  # noqa: E402
-from tools.local_ranks import run_ranks  # noqa: E402
+from benchmarks.step import _collect, compute_ratios, parse_arguments, write_report  # noqa: E402
+from tests.support.ranks import run_on_ranks  # noqa: E402
 
 SIZES = "--prompt-length 40 --response-length 7 --group-size 3 --chunk-size 16 --block-size 4 --repeat 1".split()
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    path = tmp_path_factory.mktemp("step") / "step.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), *SIZES, "--json", str(path)]
-    subprocess.run([*command, "--runs", "checkpointed,exact"], check=True, timeout=280)
-    return json.loads(path.read_text())
-
-
-def test_every_run_has_its_figures(report):
-    assert list(report["runs"]) == ["checkpointed", "exact"]
-    for figures in report["runs"].values():
+@pytest.mark.ranks(seconds=35)
+def test_two_ranks_report_on_standard_output():
+    """Every run has its figures, and the settings and ratios of the figures are there; nothing else is printed."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), *SIZES, "--json", "-", "--context-parallel-size", "2"]
+    done = subprocess.run([*command, "--runs", "checkpointed,exact"], check=True, timeout=280, stdout=subprocess.PIPE, text=True)
+    report = json.loads(done.stdout)
+    runs, ratios = report["runs"], report["ratios"]
+    assert list(runs) == ["checkpointed", "exact"]
+    for figures in runs.values():
         assert {"seconds", "cpu_seconds", "peak_bytes", "peak_rss_bytes", "tokens"} <= set(figures)
         assert all(value > 0 for value in figures.values())
-
-
-def test_tokens_are_those_that_go_through_the_model(report):
-    assert report["runs"]["checkpointed"]["tokens"] == 3 * (40 + 7 - 1)
-    assert report["runs"]["exact"]["tokens"] == 39 + 3 * 7
-
-
-def test_ratios_are_of_the_figures(report):
-    runs, ratios = report["runs"], report["ratios"]
+    # tokens are those that go through the model
+    assert runs["checkpointed"]["tokens"] == 3 * (40 + 7 - 1) and runs["exact"]["tokens"] == 39 + 3 * 7
     for key in ("seconds", "cpu_seconds", "peak_bytes"):
         assert ratios[f"checkpointed_over_exact_{key}"] == runs["checkpointed"][key] / runs["exact"][key]
     assert ratios["exact_over_prompt_only"] == runs["exact"]["seconds"] / runs["exact"]["prompt_only_seconds"]
-
-
-def test_settings_are_in_the_report(report):
     assert report["settings"]["chunk_size"] == 16 and report["settings"]["model_preset"] == "tiny-qwen3.6"
 
 
 @pytest.mark.ranks
-def test_two_ranks_one_run_to_standard_output():
-    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), *SIZES, "--json", "-"]
-    command += ["--runs", "exact", "--measure", "memory", "--context-parallel-size", "2"]
-    done = subprocess.run(command, check=True, timeout=280, stdout=subprocess.PIPE, text=True)
-    report = json.loads(done.stdout)
-    assert set(report["runs"]) == {"exact"} and report["ratios"] == {}
-    assert report["runs"]["exact"]["peak_bytes"] > 0 and "seconds" not in report["runs"]["exact"]
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ranks)])
-def test_the_runs_compute_the_same_gradient(ranks):
+def test_the_runs_compute_the_same_gradient(tmp_path):
     """Equal work is compared: the exact run's gradient is the conventional one's, which no one scored or cut."""
-    assert run_ranks(str(Path(__file__).with_name("equal_gradients.py")), [str(ranks)], ranks) == 0
+    run_on_ranks(Path(__file__).with_name("equal_gradients.py"), 2, tmp_path)
+
+
+def test_the_report_goes_to_a_file_or_is_all_of_standard_output(tmp_path, capsys):
+    report, path = {"runs": {}, "ratios": {"a_over_b": 1.5}}, tmp_path / "step.json"
+    write_report(report, str(path))
+    assert json.loads(path.read_text()) == report and capsys.readouterr().out == ""
+    write_report(report, "-")
+    assert json.loads(capsys.readouterr().out) == report
 
 
 def test_a_killed_child_is_an_error_in_the_report(tmp_path):

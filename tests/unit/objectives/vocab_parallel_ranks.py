@@ -1,7 +1,5 @@
-"""One rank of `test_vocab_parallel_logprobs.py`: RANK WORLD_SIZE RENDEZVOUS_FILE. Exits 0 if every case agrees with
-the naive form on the whole vocabulary, and the sums over ranks of counts and statistics with one rank's."""
-
-import sys
+"""The ranks of `test_vocab_parallel_logprobs.py`: every case agrees with the naive form on the whole vocabulary, and the
+sums over ranks of counts and statistics with one rank's."""
 
 import torch
 import torch.distributed as dist
@@ -16,6 +14,7 @@ from longstraw.objectives import (
     naive_logprobs,
     token_policy_loss,
 )
+from tests.support.ranks import fork_ranks
 
 F64 = torch.float64
 
@@ -94,9 +93,7 @@ def check_sums_over_ranks(rank, ranks):
         assert abs(split[name] - value) <= 1e-5 * abs(value), (name, split[name], value)
 
 
-def main():
-    rank, ranks, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+def main(rank, ranks, _):
     for tokens, chunk in ((0, 4), (1, 4), (11, 1), (11, 4), (11, 16)):
         for vocab_size in (14, 9, 5):  # no padding, padding on the last rank, a rank of nothing but padding
             for temperature, flag in ((1.0, True), (0.6, False)):
@@ -111,8 +108,7 @@ def main():
     check_large_logits(rank)
     check_nan_on_one_rank(rank)
     check_sums_over_ranks(rank, ranks)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    fork_ranks(main)
