@@ -1,5 +1,7 @@
-"""What every test shares: the thread and compile settings of a CPU run, and the count that tests/run.sh adds up."""
+"""What every test shares: the thread and compile settings of a CPU run, the order of the tests that start ranks, and the
+count that tests/run.sh adds up."""
 
+import gc
 import json
 import os
 
@@ -8,6 +10,28 @@ import pytest
 # Set before anything imports torch, and inherited by the ranks that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """A run of the tests that start ranks alone passes over the files that have none: most of them import Megatron."""
+    ours = config.option.markexpr == "ranks" and collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if ours and "mark.ranks" not in collection_path.read_text() else None
+
+
+def pytest_collection_modifyitems(items):
+    """Files with `ranks(seconds=...)` come in the order of these seconds, longest first, so that none is left alone at the
+    end; then all others as they are."""
+    seconds = {}
+    for item in items:
+        for marker in item.iter_markers("ranks"):
+            seconds[item.path] = max(seconds.get(item.path, 0), marker.kwargs.get("seconds", 0))
+    items.sort(key=lambda item: -seconds.get(item.path, 0))
+
+
+def pytest_collection_finish():
+    """What collection imported stays until the end: the garbage collector need not walk it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

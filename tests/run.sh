@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests. Makes the environment first; needs nothing else.
 #
-#   ./tests/run.sh                         everything: single-process tests, then those that start ranks, two at a time
+#   ./tests/run.sh                         everything: single-process tests, then those that start ranks, two files at a time
 #   ./tests/run.sh tests/unit/optim        some of it; every argument is pytest's
 #   ./tests/run.sh -k launch -x
 #
@@ -31,9 +31,9 @@ run_part() {
     [ "$part" -eq 0 ] || [ "$part" -eq 5 ] || status=$part
 }
 
-run_part "not ranks" -n "$workers" --dist loadfile "$@"
-# Two launches at a time: while one imports on one core, the other has its ranks compute.
-[ "$status" -eq 2 ] || run_part "ranks" -n $((workers < 2 ? workers : 2)) --dist loadfile "$@"
+run_part "not ranks" -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
+# Two launches at a time, the longest first (tests/conftest.py): ranks wait for each other, and then the others compute.
+[ "$status" -eq 2 ] || run_part "ranks" -n $((workers < 2 ? workers : 2)) --dist loadfile --no-loadscope-reorder "$@"
 
 "$python" -I - "$LONGSTRAW_TEST_COUNTS" "$SECONDS" <<'PY' || status=$((status ? status : 5))
 import json, sys
