@@ -232,6 +232,16 @@ def measure(args) -> dict | None:
     return report | {"settings": {key: value for key, value in vars(args).items() if key != "json"}}
 
 
+def write_report(report: dict, path: str) -> None:
+    """The report as JSON to a file, or as all of standard output where the path is -."""
+    text = json.dumps(report, indent=1)
+    if path == "-":
+        print(text, flush=True)
+    else:
+        Path(path).write_text(text + "\n")
+        print(f"global relative error {report['global_relative_error']:.3e}, written to {path}", flush=True)
+
+
 def main() -> int:
     """Launch the ranks, or be one."""
     args = parse_arguments()
@@ -240,12 +250,7 @@ def main() -> int:
         return run_ranks(str(Path(__file__).resolve()), sys.argv[1:], ranks)
     report = measure(args)
     if report is not None:
-        text = json.dumps(report, indent=1)
-        if args.json == "-":
-            print(text, flush=True)
-        else:
-            Path(args.json).write_text(text + "\n")
-            print(f"global relative error {report['global_relative_error']:.3e}, written to {args.json}", flush=True)
+        write_report(report, args.json)
     dist.barrier()
     dist.destroy_process_group()
     return 0

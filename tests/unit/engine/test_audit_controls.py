@@ -131,6 +131,19 @@ def test_the_audit_sees_it(dense, monkeypatch, break_it, parameter, least):
     assert report["global_relative_error"] > 1e-4, report["global_relative_error"]
 
 
+def test_response_only_is_measured_and_not_judged():
+    """The same loss, another gradient: the distance is reported, however large."""
+    args = audit.parse_arguments([*FLAGS, "--semantics", "response_only", "--model-preset", "tiny-llama"])
+    with lift_float64():
+        plain, model = audit.build_pair(args, one_rank())
+        tokens = audit.draw_tokens(args, plain.vocab_size)
+        loss, found = audit.engine_gradients(args, model, one_rank(), model.vocab_size, *tokens)
+        reference_loss, reference = audit.dense_gradients(plain, *tokens)
+    report = audit.compare(reference, found)
+    assert report["global_relative_error"] > 1e-2 and report["cosine"] < 0.999
+    assert loss == pytest.approx(reference_loss, rel=1e-12)
+
+
 def test_comparison_of_known_gradients():
     """Relative error and cosine by hand: one right, one doubled, one of zeros on both sides, one missing."""
     ones, zeros = torch.ones(4).double(), torch.zeros(3).double()
