@@ -33,8 +33,7 @@ def check(pair, group, *, bar=FLOAT64_BAR, together=1, temperature=1.0, **config
 
 
 SIZES = [  # prompt, chunk, block
-    (1, 1, 8), (1, 7, 3), (1, 200, 64), (2, 1, 1), (2, 64, 8), (43, 1, 64), (43, 7, 1), (43, 64, 3), (64, 7, 8),
-    (64, 64, 64), (64, 200, 1), (157, 7, 8), (157, 64, 3), (157, 200, 64),
+    (1, 1, 8), (1, 200, 64), (2, 1, 1), (12, 1, 64), (43, 7, 3), (64, 64, 64), (157, 64, 8), (157, 200, 64),
 ]
 
 
@@ -105,7 +104,7 @@ def test_vocabulary_projected_a_few_tokens_at_a_time(tokens):
     check(pair, draw_group(20, (9, 1), pair.vocab_size), logprob_chunk_tokens=tokens)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     prompt=st.integers(1, 40), responses=st.lists(st.integers(1, 9), min_size=1, max_size=3), chunk=st.integers(1, 50),
     block=st.integers(1, 10), rows=st.integers(1, 50), kept=st.sampled_from(["none", "host", "device"]),

@@ -70,13 +70,15 @@ def test_padding_goes_to_no_expert():
     assert chosen.sum(1).tolist() == [2, 2, 0, 0] and run.used.shape == (2, 2)
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-glm5.2", "tiny-deepseek-v3.2"])
-@pytest.mark.parametrize("cuts", [dict(prompt_chunk_size=16, response_block_size=5), dict(prompt_chunk_size=7, response_block_size=1)])
-def test_gradient_equals_the_dense_pass(name, cuts):
+@pytest.mark.parametrize("name, chunk, block", [
+    ("tiny-qwen3-moe", 7, 1), ("tiny-glm5.2", 16, 5), ("tiny-deepseek-v3.2", 16, 5),
+])
+def test_gradient_equals_the_dense_pass(name, chunk, block):
     pair = get_pair(name)
-    loss, found = replay_gradients(pair.engine(**cuts), GROUP.tree())
+    loss, found = replay_gradients(pair.engine(prompt_chunk_size=chunk, response_block_size=block), GROUP.tree())
     expected_loss, expected = dense_of(pair, GROUP)
-    assert compare_gradients(found, expected)[0] <= 1e-12 and loss == pytest.approx(expected_loss, rel=1e-12)
+    total, single = compare_gradients(found, expected)
+    assert total <= 1e-12 and max(single.values()) <= 1e-11 and loss == pytest.approx(expected_loss, rel=1e-12)
 
 
 class Shaking:

@@ -62,12 +62,12 @@ def check(pair, group, *, together=1, bar=1e-12, **config):
 
 
 @pytest.mark.parametrize("prompt, chunk, block", [
-    (1, 7, 3), (1, 200, 64), (2, 1, 1), (5, 2, 8), (6, 7, 8), (43, 64, 3), (43, 7, 1), (157, 43, 64),
+    (1, 200, 3), (2, 1, 1), (5, 2, 8), (6, 7, 8), (43, 16, 3), (157, 43, 64),
 ])
 def test_any_sizes(prompt, chunk, block):
     """Prompts shorter and longer than the 5 selected keys, blocks on both sides of that."""
     pair = small_latent(indexer_loss=C)
-    check(pair, draw_group(prompt, (5, 17, 1), pair.vocab_size), prompt_chunk_size=chunk, response_block_size=block)
+    check(pair, draw_group(prompt, (5, 8, 1), pair.vocab_size), prompt_chunk_size=chunk, response_block_size=block)
 
 
 @pytest.mark.parametrize("change", [
@@ -80,7 +80,7 @@ def test_other_selections(change):
     check(pair, draw_group(30, (6, 1), pair.vocab_size), prompt_chunk_size=8)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     prompt=st.integers(1, 40), responses=st.lists(st.integers(1, 9), min_size=1, max_size=3), chunk=st.integers(1, 50),
     block=st.integers(1, 10), rows=st.integers(1, 50), kept=st.sampled_from(["none", *PLACES]),
@@ -99,7 +99,7 @@ def test_random_sizes(prompt, responses, chunk, block, rows, kept, selections, p
 def test_one_against_four_at_a_time():
     """Micro-batches change nothing."""
     pair = small_latent(indexer_loss=C)
-    group = draw_group(20, (9, 9, 9, 9), pair.vocab_size)
+    group = draw_group(14, (6, 6, 6, 6), pair.vocab_size)
     for together in (1, 2, 4):
         check(pair, group, together=together, response_block_size=4)
 
@@ -114,7 +114,12 @@ def test_scored_and_replayed_in_one_go():
 
 
 def test_experts():
-    pair = build_pair(get_preset("tiny-glm5.2"), torch.float64, one_rank(), indexer_loss=C)
+    """A dense layer and two with experts, of which the first uses the dense layer's selection."""
+    preset = replace(
+        get_preset("tiny-glm5.2"), num_layers=3, moe_layer_freq=(0, 1, 1), dsa_indexer_topk_freq=2,
+        dsa_indexer_skip_topk_offset=1,
+    )
+    pair = build_pair(preset, torch.float64, one_rank(), indexer_loss=C)
     check(pair, draw_group(43, (5, 17, 1), pair.vocab_size))
 
 

@@ -1,7 +1,7 @@
 """Latent attention with sparse selection: the engine's gradient equals dense autograd of Megatron's own DSAttention.
 
 One process; float64 to 1e-12 over all parameters together. A dense model of four layers (two compute a selection, two use
-it) for the many sizes, the preset with experts for the whole.
+it); with experts: test_expert_routing.py.
 """
 
 import gc
@@ -25,7 +25,7 @@ from megatron.grpo.presets import get_preset
 from tests.support.dense import compare_gradients, constant_prompt, dense_gradients, take_gradients
 from tests.support.latent_models import small_latent, small_preset
 from tests.support.models import (
-    build_pair, dense_of, draw_document, draw_group, get_pair, lift_float64, one_rank, replay_gradients, replay_in_one_go,
+    build_pair, dense_of, draw_document, draw_group, lift_float64, one_rank, replay_gradients, replay_in_one_go,
 )
 
 PLACES = ("device", "host")
@@ -42,12 +42,12 @@ def check(pair, group, *, together=1, bar=1e-12, **config):
 
 
 @pytest.mark.parametrize("prompt, chunk, block", [
-    (1, 7, 3), (1, 200, 64), (2, 1, 1), (5, 2, 8), (6, 7, 8), (43, 64, 3), (43, 7, 1), (64, 16, 8), (157, 43, 64),
+    (1, 200, 3), (2, 1, 1), (5, 2, 8), (6, 7, 8), (43, 16, 3), (157, 43, 64),
 ])
 def test_any_sizes(prompt, chunk, block):
     """Prompts shorter and longer than the 5 selected keys, blocks on both sides of that."""
     pair = small_latent()
-    check(pair, draw_group(prompt, (5, 17, 1), pair.vocab_size), prompt_chunk_size=chunk, response_block_size=block)
+    check(pair, draw_group(prompt, (5, 8, 1), pair.vocab_size), prompt_chunk_size=chunk, response_block_size=block)
 
 
 @pytest.mark.parametrize("change", [
@@ -60,7 +60,7 @@ def test_other_selections(change):
     check(pair, draw_group(30, (6, 1), pair.vocab_size), prompt_chunk_size=8)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     prompt=st.integers(1, 40), responses=st.lists(st.integers(1, 9), min_size=1, max_size=3), chunk=st.integers(1, 50),
     block=st.integers(1, 10), rows=st.integers(1, 50), kept=st.sampled_from(["none", *PLACES]),
@@ -100,12 +100,6 @@ def test_scored_and_replayed_in_one_go():
     assert compare_gradients(take_gradients(engine.model), dense_of(pair, group)[1])[0] <= 1e-12
 
 
-@pytest.mark.parametrize("preset", ["tiny-glm5.2", "tiny-deepseek-v3.2"])
-def test_presets_with_experts(preset):
-    pair = get_pair(preset)
-    check(pair, draw_group(43, (5, 17, 1), pair.vocab_size))
-
-
 def test_float32():
     pair = build_pair(small_preset(), torch.float32, one_rank())
     check(pair, draw_group(43, (9, 1), pair.vocab_size, seed=1), bar=2e-5)
@@ -130,7 +124,7 @@ def test_the_engine_is_as_precise_as_conventional_training(dtype):
 def test_every_residency_gives_the_same_bits():
     """But for adjoints on the host, which a block adds to in one sum instead of row by row: the same to rounding."""
     pair = small_latent()
-    group, results = draw_group(30, (7, 1), pair.vocab_size), []
+    group, results = draw_group(14, (7, 1), pair.vocab_size), []
     for kept, selections, place in itertools.product(("none", "host"), ("none", *PLACES), PLACES):
         engine = pair.engine(
             prompt_chunk_size=8, page_residency=place, index_page_residency=place, attention_output_residency=kept,

@@ -18,7 +18,7 @@ PLACES = ("device", "host")
 
 def test_every_residency_gives_the_same_bits():
     pair = get_small_hybrid()
-    group = draw_group(30, (7, 1), pair.vocab_size)
+    group = draw_group(14, (7, 1), pair.vocab_size)
     results = {}
     for pages, adjoints, kept in itertools.product(PLACES, PLACES, ("none", *PLACES)):
         engine = pair.engine(

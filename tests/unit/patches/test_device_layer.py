@@ -83,6 +83,8 @@ def test_cuda_means_cpu_only_inside_the_block():
         with device.cuda_means_cpu():
             assert torch.ones(2).type() == "torch.cuda.FloatTensor"
         assert torch.ones(2).to(torch.float64).dtype is torch.float64
+        assert torch.ones(2).to(device="cuda", dtype=torch.float64).dtype is torch.float64
+        assert torch.ones(2).type(torch.float64).dtype is torch.float64
     assert torch.ones(2).type() == "torch.FloatTensor"
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(2, device="cuda")
