@@ -47,6 +47,10 @@ class LograConfig:
     """Name of a sketched matrix (decoder.layers.0.mlp.linear_fc1.weight) whose whole gradient is formed too, so that
     every step reports the cosine between it and what its sketch keeps of it."""
 
+    logra_delta_dir: Optional[str] = None
+    """Folder for each step's update as a file: the factors, the seed and checksums of the weights before and after, from
+    which an inference engine follows the trainer (longstraw/rollout/weight_delta.py)."""
+
     logra_train_rest: bool = False
     """Train the weights that are not sketched (norms, embeddings, routers, biases) by Adam at --lr; otherwise they are
     frozen."""
@@ -146,6 +150,10 @@ class LograConfig:
             raise ValueError(
                 "--kl-probe jvp holds the prompt's state, which carries no derivative from chunk to chunk: use --kl-probe "
                 "finite-difference with --kl-probe-scope full."
+            )
+        if self.logra_delta_dir is not None and (self.update_direction != "sketch" or self.logra_train_rest):
+            raise ValueError(
+                "--logra-delta-dir writes what sketches move: it needs --update-direction sketch, without --logra-train-rest."
             )
         if self.logra_cosine_of and self.update_direction != "sketch":
             raise ValueError("--logra-cosine-of compares a sketch: it needs --update-direction sketch.")

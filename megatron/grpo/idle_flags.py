@@ -32,6 +32,8 @@ _SWITCHES: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
      lambda args: bool(args.load)),
     ("kl_estimator", "--kl-coefficient above 0", lambda args: args.kl_coefficient > 0),
     ("group_filter_retries", "--group-filter drop_uniform", lambda args: args.group_filter == "drop_uniform"),
+    ("reward_baseline_decay", "--advantage-estimator running_mean",
+     lambda args: args.advantage_estimator == "running_mean"),
     ("recompute_modules", "--recompute-granularity selective", lambda args: args.recompute_granularity is not None),
     ("lr_wsd_decay_style lr_wsd_decay_iters", "--lr-decay-style WSD", lambda args: args.lr_decay_style == "WSD"),
     ("min_lr", "an --lr-decay-style other than constant", lambda args: args.lr_decay_style != "constant"),

@@ -53,7 +53,7 @@ def _is_kl(args: Namespace) -> bool:
 
 LOGRA_SWITCHES: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
     ("update_direction update_rule update_step_size logra_train_rest", _WITH, lambda args: args.optimizer == "logra"),
-    ("logra_rank logra_projection logra_refresh logra_seed logra_cosine_of", _SKETCH, _is_sketch),
+    ("logra_rank logra_projection logra_refresh logra_seed logra_cosine_of logra_delta_dir", _SKETCH, _is_sketch),
     ("logra_masters logra_master_residency", "--optimizer logra with --bf16",
      lambda args: args.optimizer == "logra" and args.bf16),
     ("logra_beta2", "--optimizer logra with --update-rule rowadam",

@@ -33,6 +33,7 @@ from longstraw.transaction.kl_probe import KlProbe
 from longstraw.transaction.step import Step
 from megatron.grpo.logra import LograOptimizer
 from megatron.grpo.optimizer import clip_gradients
+from megatron.grpo.weight_deltas import DeltaWriter
 from megatron.grpo.weight_update import check_finite, count_buffers
 
 
@@ -45,6 +46,7 @@ class LograUpdate:
         self.args, self.config, self.ddp, self.optimizer, self.scheduler = args, config, ddp, optimizer, scheduler
         self.groups, self.adapters, self.logra = groups, step.engine.adapters, optimizer.logra
         self.keeps_last_state = config.update_step_size == "predicted-kl"
+        self.deltas = DeltaWriter(config.logra_delta_dir, optimizer) if config.logra_delta_dir else None
         self.probe = KlProbe(step, config, optimizer.updated_model.moved, groups.dp_cp)
 
     @contextmanager
@@ -70,7 +72,10 @@ class LograUpdate:
                 raise StepRejected(f"step {number}: {error}") from error
             return self._refuse(learning_rate)
         figures = self._describe(direction, chosen["step"])
-        self.logra.apply(chosen.pop("step"))
+        step = chosen.pop("step")
+        if self.deltas is not None:
+            self.deltas.note(number, step)
+        self.logra.apply(step)
         if self.optimizer.rest is not None:
             with cuda_means_cpu():
                 self.optimizer.rest.step_with_ready_grads()
@@ -78,7 +83,8 @@ class LograUpdate:
         self.optimizer.mismatch = mismatch
         measured = self._measure_step(chosen.pop("base", None), group, chosen)
         self.clear()
-        return figures | rest_norm | {"learning_rate": learning_rate, "step_refused": 0} | chosen | measured
+        written = {} if self.deltas is None else self.deltas.write()
+        return figures | rest_norm | written | {"learning_rate": learning_rate, "step_refused": 0} | chosen | measured
 
     def describe_rest(self) -> dict:
         """See `WeightUpdate`."""

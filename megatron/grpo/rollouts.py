@@ -98,18 +98,20 @@ class Rollouts:
         ]
 
 
-def set_advantages(group: PromptGroup, objective: ObjectiveConfig, *, mask_truncated: bool) -> None:
+def set_advantages(
+    group: PromptGroup, objective: ObjectiveConfig, *, mask_truncated: bool, baseline: float = 0.0
+) -> None:
     """Advantages of the responses that take part; the others, and truncated ones where asked, leave the loss.
 
     A truncated response still counts in its group's statistics: its reward is known. Fewer than two comparable
-    responses have no advantage, and the group leaves the loss.
+    responses have no advantage, and the group leaves the loss; under running_mean each is compared with `baseline`.
     """
     scored = [i for i, kept in enumerate(group.kept) if kept]
     group.advantages = [0.0] * len(group.samples)
-    if len(scored) < 2:
+    if len(scored) < (1 if objective.advantage_estimator == "running_mean" else 2):
         group.kept = [False] * len(group.samples)
         return
-    values = compute_advantages([group.rewards[i] for i in scored], objective).tolist()
+    values = compute_advantages([group.rewards[i] for i in scored], objective, baseline=baseline).tolist()
     for index, value in zip(scored, values):
         group.advantages[index] = value
     if mask_truncated:

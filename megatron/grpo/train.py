@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.training import get_wandb_writer
 
 from longstraw.memory_meter import read_peak_bytes
-from longstraw.objectives.advantages import UniformGroupsError
+from longstraw.objectives.advantages import RewardBaseline, UniformGroupsError
 from longstraw.patches.device import current_device
 from longstraw.prompt_state.capacity import explain_shortage
 from longstraw.receipts.collect import checksum_tensors, collect_versions, join_checksums, now_utc, summarize_state
@@ -199,8 +199,10 @@ def run(args, config) -> None:
     scheduler = build_scheduler(args, optimizer)
     refuse_foreign_checkpoints(args)
     resumed = load_checkpoint(args, model, optimizer, scheduler, groups)
+    baseline = RewardBaseline()
     if resumed is not None and resumed.data_position is not None:
         order.load_state_dict(resumed.data_position)
+        baseline.load_state_dict(resumed.extra.get("reward_baseline", baseline.state_dict()))
     done = 0 if resumed is None else resumed.iteration
     stop = StopSignal(device)
     engine = ReplayEngine(
@@ -227,7 +229,8 @@ def run(args, config) -> None:
     def save(number: int):
         with recorder.clock.phase("save"):
             return save_checkpoint(
-                args, number, model, optimizer, scheduler, groups, data_position=order.state_dict()
+                args, number, model, optimizer, scheduler, groups, data_position=order.state_dict(),
+                extra={"reward_baseline": baseline.state_dict()},
             )
 
     try:
@@ -235,7 +238,7 @@ def run(args, config) -> None:
             trainer = Trainer(
                 args=args, config=config, groups=groups, update=update, step=step, rollouts=rollouts,
                 train_prompts=train_prompts, eval_prompts=list(eval_prompts[: config.run.eval_samples]),
-                order=order, recorder=recorder, stop=stop, save=save,
+                order=order, recorder=recorder, stop=stop, save=save, baseline=baseline,
             )
             last_step = trainer.train(done + 1)
             if last_step > done:

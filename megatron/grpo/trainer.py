@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from longstraw.memory_meter import read_peak_bytes, reset_peak_bytes
-from longstraw.objectives.advantages import UniformGroupsError, collect_groups
+from longstraw.objectives.advantages import RewardBaseline, UniformGroupsError, collect_groups
 from longstraw.objectives.losses import LossStatistics, all_reduce_loss_statistics
 from longstraw.receipts.recorder import RunRecorder
 from longstraw.transaction.commit import StepRejected, StepSnapshot, agree_on_failure, check_loss
@@ -56,18 +56,19 @@ class TokenCounts:
 class Trainer:
     """Runs steps on this rank, in step with all others.
 
-    save: called as save(step) to write a checkpoint.
+    save: called as save(step) to write a checkpoint. baseline: what rewards are compared with under running_mean.
     """
 
     def __init__(
         self, *, args, config: TrainConfig, groups, update: WeightUpdate, step: Step, rollouts: Rollouts,
         train_prompts, eval_prompts: list[Prompt], order: PromptOrder, recorder: RunRecorder, stop: StopSignal,
-        save: Callable[[int], object],
+        save: Callable[[int], object], baseline: RewardBaseline,
     ):
         self.args, self.config, self.groups, self.update = args, config, groups, update
         self.step, self.rollouts = step, rollouts
         self.train_prompts, self.eval_prompts, self.order = train_prompts, eval_prompts, order
-        self.recorder, self.stop, self.save = recorder, stop, save
+        self.recorder, self.stop, self.save, self.baseline = recorder, stop, save, baseline
+        self.rewards: list[float] = []  # of this replica's responses of the step that take part
         self.world = dist.group.WORLD
         self.device = rollouts.device
         self.counts = TokenCounts()
@@ -153,6 +154,7 @@ class Trainer:
         snapshot = StepSnapshot(
             (self.order.state_dict, self.order.load_state_dict),
             (lambda: collect_random_states({}), lambda states: restore_random_states(states, {})),
+            (self.baseline.state_dict, self.baseline.load_state_dict),
         )
         self.rollouts.forget_failures()
         try:
@@ -165,6 +167,7 @@ class Trainer:
             else:
                 result = self._phase("replay", lambda: self._replay(number, groups, counts))
                 metrics = self._commit(number, groups, result)
+            metrics |= self._move_baseline()
         except (StepInterrupted, StepRejected):
             self._roll_back(snapshot)
             raise
@@ -217,8 +220,11 @@ class Trainer:
             sample, lambda group: [r for r, kept in zip(group.rewards, group.kept) if kept] or [0.0], len(share),
             objective, sum_over_dp=sum_over(dp, self.device),
         )
+        self.rewards = [reward for group in groups for reward, kept in zip(group.rewards, group.kept) if kept]
         for group in groups:
-            set_advantages(group, objective, mask_truncated=self.config.run.mask_truncated)
+            set_advantages(
+                group, objective, mask_truncated=self.config.run.mask_truncated, baseline=self.baseline.value
+            )
         return groups
 
     def _take_prompts(self, count: int) -> list[Prompt]:
@@ -261,6 +267,16 @@ class Trainer:
         loss, auxiliary = losses.tolist()
         added = {"indexer_loss": auxiliary} if self.args.dsa_indexer_loss_coeff else {}
         return {"loss": loss} | added | moved | statistics
+
+    def _move_baseline(self) -> dict:
+        """The baseline that the step has used, as a metric; then it takes in the step's rewards. Collective."""
+        objective = self.config.objective
+        if objective.advantage_estimator != "running_mean":
+            return {}
+        used, rewards = self.baseline.value, [None] * self.groups.dp.size()
+        dist.all_gather_object(rewards, self.rewards, group=self.groups.dp)
+        self.baseline.update((reward for own in rewards for reward in own), decay=objective.reward_baseline_decay)
+        return {"reward_baseline": used}
 
     def _leave_weights(self) -> dict:
         """The metrics of a step in which every response was left out: no gradient, no optimizer step."""

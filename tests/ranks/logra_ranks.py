@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from longstraw.optim.projection import project_columns
 from longstraw.patches.float64 import lift_float64
 from longstraw.patches.process_groups import initialize_groups
+from longstraw.rollout.weight_delta import apply_delta, checksum_weights, read_manifest
 from longstraw.transaction.commit import StepRejected
 from megatron.grpo.arguments import parse_arguments
 from megatron.grpo.logra import build_logra, choose_trained
@@ -119,6 +120,41 @@ def check_runs(runner: Runner) -> None:
     refuse(runner, "adam", f"{HYBRID} --load {runner.folder}/saved", "with --optimizer logra and this run is with --optimizer adam")
 
 
+def check_deltas(runner: Runner) -> None:
+    """The files of two steps, applied to a copy of the weights from before, give the trainer's bits: TP 2, and bfloat16."""
+    for name, flags in (("delta-tp2", "--tensor-model-parallel-size 2"), ("delta-bf16", "--bf16")):
+        seen = {}
+
+        def remember(trainer, seen=seen):
+            seen["writer"], seen["before"] = trainer.update.deltas, _whole_weights(trainer.update.deltas)
+
+        deltas = runner.folder / f"{name}-files"
+        flags = f"{LOGRA} {flags} --context-parallel-size 1 --kl-probe finite-difference --train-iters 2"
+        records = runner.run(name, f"{flags} --logra-delta-dir {deltas}", prepare=remember)
+        assert all(record["delta_bytes"] > 0 for record in records)
+        if runner.rank:
+            continue
+        copies = seen["before"]
+        for number in (1, 2):
+            apply_delta(deltas / f"step_{number:07d}.safetensors", copies)
+        assert read_manifest(deltas / "step_0000002.safetensors").result == checksum_weights(copies.items())
+        try:
+            apply_delta(deltas / "step_0000002.safetensors", copies)
+        except ValueError as error:
+            assert "they hold it already" in str(error)
+        else:
+            raise AssertionError("a delta was applied twice")
+
+
+def _whole_weights(writer) -> dict[str, torch.Tensor]:
+    """float32 copies of the matrices, whole."""
+    return {
+        name: tensor.float().clone()
+        for matrix, weight in writer.pairs
+        for name, tensor in writer._whole(matrix, weight.weight.data, rows_only=False).items()
+    }
+
+
 def check_masters(runner: Runner) -> None:
     """bfloat16 over 2 replicas: float32 masters and remainders, on device and host, end at the same bits."""
     flags = f"{LOGRA} --bf16 --context-parallel-size 1 --prompts-per-step 2 --kl-probe finite-difference --train-iters 2"
@@ -205,7 +241,7 @@ def main(rank: int, ranks: int, arguments: list[str]) -> None:
             print(name, flush=True) if rank == 0 else None
     parallel_state.destroy_model_parallel()  # each run of the program makes its own
     runner = Runner(rank, ranks, Path(folder), "")
-    for check in (check_runs, check_masters, check_axes, check_refused_steps, check_nan):
+    for check in (check_runs, check_masters, check_deltas, check_axes, check_refused_steps, check_nan):
         if not only or check.__name__ in only:
             check(runner)
             print(check.__name__, flush=True) if rank == 0 else None

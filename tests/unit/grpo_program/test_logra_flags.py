@@ -38,7 +38,7 @@ def test_every_field_is_a_flag_and_comes_back():
         "--kl-probe-step 0.1 --kl-mismatch-weight 0.2 --kl-budget-floor 0.4 --kl-refused-step stop",
         "--update-direction dense --update-step-size learning-rate --logra-beta2 0.9 --bf16 --logra-masters float32 "
         "--logra-master-residency host",
-        "--kl-budget-schedule constant",
+        "--kl-budget-schedule constant --logra-delta-dir deltas",
     ]
     found, plain = [parse(line)[1].logra for line in lines], LograConfig()
     for field in dataclasses.fields(LograConfig):
@@ -61,6 +61,7 @@ def test_adam_reads_none_of_them():
     ("--kl-probe-step 0.1", "--kl-probe-step 0.1 is read only with"),
     ("--logra-masters float32", "--logra-masters float32 is read only with --optimizer logra with --bf16"),
     ("--kl-probe-scope full", "use --kl-probe finite-difference with --kl-probe-scope full"),
+    ("--logra-delta-dir d --logra-train-rest", "--logra-delta-dir writes what sketches move"),
     ("--update-rule adam", "use rowadam or sgd with --update-direction sketch"),
     ("--update-direction dense --logra-cosine-of w", "it needs --update-direction sketch"),
     ("--lora-rank 4", "--lora-rank 4 freezes the weights that --optimizer logra would move"),
