@@ -4,6 +4,7 @@ Pure functions over tensors. Nothing here knows Megatron, sweeps or prompt state
 """
 
 from longstraw.objectives.advantages import (
+    RewardBaseline,
     UniformGroupsError,
     collect_groups,
     compute_advantages,
@@ -36,6 +37,7 @@ __all__ = [
     "LossStatistics",
     "ObjectiveConfig",
     "RECIPES",
+    "RewardBaseline",
     "TokenLoss",
     "UniformGroupsError",
     "all_reduce_loss_counts",

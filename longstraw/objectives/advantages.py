@@ -7,10 +7,15 @@ that: the rounding of a mean (seven times 0.7 does not average to 0.7), and divi
 deviation made of the same noise. Both are closed here: rewards are shifted by the group's first reward before
 anything is averaged, and rewards that differ by no more than rounding are taken as equal.
 
+The estimator running_mean compares with rewards of earlier steps instead (`RewardBaseline`), so that one response a prompt
+will do; there a group with equal rewards does carry signal.
+
 Left out: reward shaping (rewards arrive shaped; the filter gets the raw outcomes), baselines learnt by a critic.
 """
 
-from typing import Callable, Sequence, TypeVar, Union
+import math
+from dataclasses import dataclass
+from typing import Callable, Iterable, Sequence, TypeVar, Union
 
 import torch
 
@@ -89,8 +94,51 @@ def leave_one_out_advantages(rewards: Rewards) -> torch.Tensor:
     return deviations - others
 
 
-def compute_advantages(rewards: Rewards, config: ObjectiveConfig) -> torch.Tensor:
-    """The advantages that the config names. Shapes, dtype and errors as `group_advantages`."""
+@dataclass(kw_only=True)
+class RewardBaseline:
+    """The mean of the rewards of earlier steps, over all prompts of all replicas.
+
+        count <- decay count + n        value <- value + n / count (mean of the step's n rewards - value)
+
+    With decay 1 it is the plain mean. Before the first reward it is 0, and advantages are the rewards themselves: a
+    baseline made of the step's own rewards would be one that depends on the responses it judges.
+    """
+
+    value: float = 0.0
+    count: float = 0.0
+
+    def update(self, rewards: Iterable[float], *, decay: float = 1.0) -> None:
+        """Take in a step's rewards, after the step has used `value`. No rewards leave it as it is.
+
+        The sum is rounded once, so that the order of the rewards, and how replicas share them, changes no bit.
+
+        Raises:
+            ValueError: a reward is NaN or infinite.
+        """
+        rewards = list(rewards)
+        if not rewards:
+            return
+        if not all(map(math.isfinite, rewards)):
+            raise ValueError(f"Rewards must be finite, got {rewards}.")
+        self.count = decay * self.count + len(rewards)
+        self.value += len(rewards) / self.count * (math.fsum(rewards) / len(rewards) - self.value)
+
+    def state_dict(self) -> dict[str, float]:
+        """Plain values, which bring it back bit for bit."""
+        return {"value": self.value, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from saved values."""
+        self.value, self.count = state["value"], state["count"]
+
+
+def compute_advantages(rewards: Rewards, config: ObjectiveConfig, *, baseline: float = 0.0) -> torch.Tensor:
+    """The advantages that the config names. Shapes, dtype and errors as `group_advantages`.
+
+    baseline: `RewardBaseline.value`, which running_mean alone reads; a group may then hold one response.
+    """
+    if config.advantage_estimator == "running_mean":
+        return _as_rewards(rewards) - baseline
     if config.advantage_estimator == "leave_one_out":
         return leave_one_out_advantages(rewards)
     return group_advantages(rewards, std_normalization=config.advantage_std_normalization)

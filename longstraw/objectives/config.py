@@ -16,11 +16,16 @@ class ObjectiveConfig:
     """Objective: group advantages, policy loss, KL term and how the loss is averaged."""
 
     group_size: int = 8
-    """Responses sampled for one prompt. Advantages compare a response with the others of its group."""
+    """Responses sampled for one prompt. Advantages compare a response with the others of its group; 1 needs
+    --advantage-estimator running_mean."""
 
-    advantage_estimator: Literal["group", "leave_one_out"] = "group"
-    """What a reward is compared with: the mean of its whole group, or the mean of the other responses (RLOO).
-    leave_one_out needs --no-advantage-std-normalization."""
+    advantage_estimator: Literal["group", "leave_one_out", "running_mean"] = "group"
+    """What a reward is compared with: the mean of its whole group, the mean of the other responses (RLOO), or the mean of
+    the rewards of all prompts in the steps before. The last two need --no-advantage-std-normalization."""
+
+    reward_baseline_decay: float = 1.0
+    """What a step leaves of the weight of earlier rewards in the mean of --advantage-estimator running_mean: 1 is the plain
+    mean of all rewards of the run, 0.9 one over about ten steps."""
 
     advantage_std_normalization: bool = True
     """The group's advantages are divided by the sample standard deviation of its rewards; the --no form leaves them
@@ -73,9 +78,16 @@ class ObjectiveConfig:
                 choices = ", ".join(get_args(field.type))
                 raise ValueError(f"{flag(field.name)} must be one of {choices}, got {value!r}.")
 
-        for name, lowest in (("group_size", 2), ("group_filter_retries", 0), ("logprob_chunk_tokens", 1)):
+        for name, lowest in (("group_size", 1), ("group_filter_retries", 0), ("logprob_chunk_tokens", 1)):
             if getattr(self, name) < lowest:
                 raise ValueError(f"{flag(name)} must be at least {lowest}, got {getattr(self, name)}.")
+        if self.group_size == 1 and self.advantage_estimator != "running_mean":
+            raise ValueError(
+                f"--group-size 1 leaves --advantage-estimator {self.advantage_estimator} no other response to compare with: "
+                "use at least 2, or --advantage-estimator running_mean."
+            )
+        if not 0.0 < self.reward_baseline_decay <= 1.0:
+            raise ValueError(f"--reward-baseline-decay must lie in (0, 1], got {self.reward_baseline_decay}.")
 
         if not 0.0 <= self.clip_range_low <= 1.0:
             raise ValueError(f"--clip-range-low must lie in [0, 1], got {self.clip_range_low}.")
@@ -84,10 +96,15 @@ class ObjectiveConfig:
             if not (math.isfinite(value) and value >= 0.0):
                 raise ValueError(f"{flag(name)} must be finite and at least 0, got {value}.")
 
-        if self.advantage_estimator == "leave_one_out" and self.advantage_std_normalization:
+        if self.advantage_estimator != "group" and self.advantage_std_normalization:
             raise ValueError(
-                "--advantage-estimator leave_one_out is not divided by a standard deviation: add "
+                f"--advantage-estimator {self.advantage_estimator} is not divided by a standard deviation: add "
                 "--no-advantage-std-normalization."
+            )
+        if self.advantage_estimator == "running_mean" and self.group_filter != "none":
+            raise ValueError(
+                f"--group-filter {self.group_filter} drops groups with equal outcomes, whose advantages are not 0 under "
+                "--advantage-estimator running_mean: use --group-filter none."
             )
         if self.loss_aggregation == "group_constant":
             if self.loss_constant is None or self.loss_constant < 1:

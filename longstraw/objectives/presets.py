@@ -23,6 +23,11 @@ clipped(rho, A) = min(rho A, clip(rho, 1 - low, 1 + high) A). Every loss below i
              L = 1/N sum_i -clipped(s_i, A_i), with a far narrower clip range, since s_i moves far less than rho_it
              Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv 2507.18071.
 
+    ppo      A_i = R_i - b, with b the mean of all rewards of the steps before and one response a prompt
+             L = 1 / (sum_i |y_i|) sum_i sum_t -clipped(rho_it, A_i)
+             Schulman et al. 2017, "Proximal Policy Optimization", arXiv 1707.06347, equation 7, without a critic: the
+             setting of arXiv 2610.06647. b is state of the run, `RewardBaseline`.
+
 `std` is the sample standard deviation (divided by G - 1), as in TRL and verl.
 
     config = ObjectiveConfig(**RECIPES["dapo"], group_size=16)
@@ -84,6 +89,19 @@ RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 group_filter="none",
             )
         ),
+        "ppo": MappingProxyType(
+            dict(
+                group_size=1,
+                advantage_estimator="running_mean",
+                advantage_std_normalization=False,
+                clip_range_low=0.2,
+                clip_range_high=0.2,
+                importance_level="token",
+                loss_aggregation="token",
+                kl_coefficient=0.0,
+                group_filter="none",
+            )
+        ),
     }
 )
-"""Recipe name -> values of `ObjectiveConfig` fields. `dr_grpo` needs `loss_constant` besides."""
+"""Recipe name -> values of `ObjectiveConfig` fields. `dr_grpo` needs `loss_constant` besides; `ppo` has its group size."""

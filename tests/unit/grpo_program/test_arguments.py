@@ -64,12 +64,16 @@ def test_every_field_of_ours_is_a_flag_and_comes_back():
     )
     _, config = parse(flags)
     _, adapted = parse("--lora-rank 4 --lora-alpha 8")  # excludes --optimizer logra, and with it its group
+    _, alone = parse("--group-size 1 --advantage-estimator running_mean --no-advantage-std-normalization "
+                     "--reward-baseline-decay 0.9")  # excludes --group-filter
+    assert alone.objective.group_size == 1 and alone.objective.advantage_estimator == "running_mean"
     _, default = parse()
     for name, (config_class, _) in CONFIG_GROUPS.items():
         if name == "logra":  # excludes LoRA: test_logra_flags.py
             continue
-        given, plain = getattr(adapted if name == "lora" else config, name), getattr(default, name)
+        plain = getattr(default, name)
         for field in dataclasses.fields(config_class):
+            given = getattr({"lora": adapted}.get(name, alone if field.name == "reward_baseline_decay" else config), name)
             if field.name not in ("model_preset", "prompt_data", "tokenizer_path"):
                 assert getattr(given, field.name) != getattr(plain, field.name), field.name
     assert config.rewards.reward == ["exact_match", "math_verify"] and config.rewards.reward_weights == [1.0, 0.5]
@@ -229,7 +233,11 @@ REFUSED = {
     "--sampling-temperature 0": "--sampling-temperature",
     "--responses-per-replay 9": "--group-size 8",
     "--reference-checkpoint there": "--kl-coefficient",
-    "--group-size 1": "--group-size",
+    "--group-size 1": "--group-size 1 leaves --advantage-estimator group no other response",
+    "--group-size 0": "--group-size must be at least 1",
+    "--advantage-estimator running_mean": "running_mean is not divided by a standard deviation",
+    "--advantage-estimator running_mean --no-advantage-std-normalization --group-filter drop_uniform":
+        "--group-filter drop_uniform drops groups",
     "--eval-data e --eval-samples 0": "--eval-samples",
     "--prompt-chunk-size 0": "--prompt-chunk-size",
     "--not-a-flag": "unrecognized arguments",

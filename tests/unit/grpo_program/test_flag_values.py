@@ -131,6 +131,7 @@ IDLE = {
     "--dsa-indexer-use-sparse-loss": "read only with --dsa-indexer-loss-coeff above 0",
     "--model-preset tiny-glm5.2 --dsa-indexer-use-sparse-loss": "read only with --dsa-indexer-loss-coeff above 0",
     "--wandb-entity e": "is read only with --wandb-project",
+    "--reward-baseline-decay 0.9": "is read only with --advantage-estimator running_mean",
 }
 
 

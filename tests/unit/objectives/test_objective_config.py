@@ -12,7 +12,7 @@ from longstraw.objectives import ObjectiveConfig
 @pytest.mark.parametrize(
     "settings, words",
     [
-        (dict(group_size=1), ["--group-size", "2"]),
+        (dict(group_size=0), ["--group-size", "1"]),
         (dict(group_filter_retries=-1), ["--group-filter-retries"]),
         (dict(logprob_chunk_tokens=0), ["--logprob-chunk-tokens"]),
         (dict(clip_range_low=-0.1), ["--clip-range-low"]),

@@ -17,6 +17,7 @@ from longstraw.objectives import (
 REWARDS = torch.tensor([1.0, 0.0, 0.25, 0.0], dtype=torch.float64)
 LENGTHS = [5, 1, 8, 3]
 CONSTANT = 16
+BASELINE = 0.4
 
 
 def clipped(ratio, advantage, low, high):
@@ -51,9 +52,13 @@ def gspo(p, old, ref):
     return sum(-clipped((p[i] - old[i]).mean().exp(), a[i], 3e-4, 4e-4) / 4 for i in range(4))
 
 
+def ppo(p, old, ref):
+    return sum(-clipped((p[i] - old[i]).exp(), REWARDS[i] - BASELINE, 0.2, 0.2).sum() for i in range(4)) / sum(LENGTHS)
+
+
 def replayed_loss(p, old, ref, config, block):
     """The step as LongStraw replays it: response by response, block by block, one backward each."""
-    advantages = compute_advantages(REWARDS, config)
+    advantages = compute_advantages(REWARDS, config, baseline=BASELINE)
     masks = [torch.ones(n) for n in LENGTHS]
     weights = compute_loss_weights(masks, config, counts=count_loss_terms(masks), dtype=torch.float64)
     total, clipped_tokens = 0.0, 0
@@ -73,7 +78,7 @@ def replayed_loss(p, old, ref, config, block):
 
 
 @pytest.mark.parametrize("block", [1, 3, 8])
-@pytest.mark.parametrize("name, formula", [("grpo", grpo), ("dr_grpo", dr_grpo), ("dapo", dapo), ("gspo", gspo)])
+@pytest.mark.parametrize("name, formula", [("grpo", grpo), ("dr_grpo", dr_grpo), ("dapo", dapo), ("gspo", gspo), ("ppo", ppo)])
 @pytest.mark.parametrize("spread", [1e-4, 0.3])
 def test_recipe_equals_its_formula(name, formula, block, spread):
     generator = torch.Generator().manual_seed(3)
