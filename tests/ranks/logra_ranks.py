@@ -23,6 +23,7 @@ from megatron.grpo.arguments import parse_arguments
 from megatron.grpo.logra import build_logra, choose_trained
 from megatron.grpo.presets import get_preset
 from megatron.grpo.sharding import shard_parameter
+from tests.ranks.running_mean_checks import check_running_mean
 from tests.ranks.training_ranks import HYBRID, Runner, without_measured
 from tests.support import models
 from tests.support.dense import dense_gradients
@@ -241,7 +242,9 @@ def main(rank: int, ranks: int, arguments: list[str]) -> None:
             print(name, flush=True) if rank == 0 else None
     parallel_state.destroy_model_parallel()  # each run of the program makes its own
     runner = Runner(rank, ranks, Path(folder), "")
-    for check in (check_runs, check_masters, check_deltas, check_axes, check_refused_steps, check_nan):
+    for check in (
+        check_runs, check_masters, check_deltas, check_running_mean, check_axes, check_refused_steps, check_nan
+    ):
         if not only or check.__name__ in only:
             check(runner)
             print(check.__name__, flush=True) if rank == 0 else None
