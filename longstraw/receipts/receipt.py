@@ -235,6 +235,9 @@ class Receipt:
     """What was trained."""
     objective: dict[str, Scalar]
     """Every setting of the objective, by name."""
+    update: dict[str, Scalar] = field(default_factory=dict)
+    """How the weights moved: `optimizer`, and under logra every setting of it, among them `kl_probe_scope`, whether a
+    predicted KL moved the prompt's state with the weights (full) or held it (response)."""
     tokens: Tokens
     """How many tokens, and of what kind."""
     state: tuple[ResidentState, ...]

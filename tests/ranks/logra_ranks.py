@@ -101,7 +101,9 @@ def _projection_of(logra, name: str, whole: torch.Tensor):
 def check_runs(runner: Runner) -> None:
     """CP 2; gone on with bit for bit, and at TP 2 to rounding."""
     save = f"--save {runner.folder}/saved --save-interval 2"
-    records = runner.run("whole", f"{LOGRA} {save}")
+    seen = {}
+    records = runner.run("whole", f"{LOGRA} {save}", prepare=lambda trainer: seen.update(ddp=trainer.update.ddp))
+    assert not seen["ddp"].buffers and not any(hasattr(p, "main_grad") for p in seen["ddp"].module.parameters())
     moved = [record for record in records if record["grad_norm"] > 0]
     assert len(records) == 3 and moved, records
     for record in moved:
@@ -110,6 +112,8 @@ def check_runs(runner: Runner) -> None:
     if runner.rank == 0:
         held = runner.receipt("whole")["memory"][0]["categories"]
         assert 0 < 4 * held["gradients"] < held["weights"], held
+        update = runner.receipt("whole")["update"]
+        assert (update["optimizer"], update["logra_rank"], update["kl_probe_scope"]) == ("logra", 4, "response")
     load = f"{LOGRA} --load {runner.folder}/saved --ckpt-step 2"
     again = runner.run("again", load)
     assert without_measured(again) == without_measured(records[2:]), (again, records[2:])
@@ -118,6 +122,7 @@ def check_runs(runner: Runner) -> None:
     for key in ("grad_norm", "update_ratio", "kl_rate", "alpha", "kl_measured"):
         assert abs(other[0][key] - records[2][key]) <= 2e-3 * abs(records[2][key]) + 1e-9, (key, other[0], records[2])
     refuse(runner, "rank", f"{load} --logra-rank 8", "with --logra-rank 4 and this run is with --logra-rank 8")
+    refuse(runner, "above", f"{LOGRA} --logra-rank 1000", "so a sketch would be no saving")
     refuse(runner, "adam", f"{HYBRID} --load {runner.folder}/saved", "with --optimizer logra and this run is with --optimizer adam")
 
 
