@@ -59,12 +59,12 @@ def own_output_weight(model: GPTModel, vocab_size: int) -> torch.Tensor:
 
 
 def hidden_of_own_rows(model: GPTModel, hidden: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-    """Hidden states [M, hidden] of the tokens that this rank owns, from `run_decoder` at batch 1, equal over TP."""
+    """Hidden states [M, B, hidden] of the tokens that this rank owns, from `run_decoder`, equal over TP."""
     tp = model.pg_collection.tp
     if model.config.sequence_parallel:
         gather = partial(gather_from_sequence_parallel_region, tensor_parallel_output_grad=True, group=tp)
         hidden = apply_linear(gather, hidden)
-    return hidden[: layout.mine, 0]
+    return hidden[: layout.mine]
 
 
 def token_logprobs(

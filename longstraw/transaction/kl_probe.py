@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 from longstraw.adapters.decoder import hidden_of_own_rows, own_output_weight
 from longstraw.optim.config import LograConfig
 from longstraw.optim.step_control import kl_rate, rate_from_kl, sum_kl, sum_logit_variance
-from longstraw.segments import Segment, SegmentState
+from longstraw.segments import Segment, SegmentState, own_columns
 from longstraw.transaction.group import PromptGroup
 from longstraw.transaction.step import Step
 
@@ -107,20 +107,35 @@ class KlProbe:
 
     @torch.no_grad()
     def _run(self, group: PromptGroup, state: SegmentState) -> list[torch.Tensor]:
-        """Hidden states of this rank's rows at every context, response by response, block by block."""
-        found, config = [], self.config
-        for index, sample in enumerate(group.samples[: config.kl_probe_responses]):
-            tokens = [int(group.prompt[0, -1]), *sample.token_ids[:-1]][: config.kl_probe_tokens]
-            inputs = torch.tensor([tokens], device=self._device)
-            # One block: a state that is handed on from block to block carries no derivative.
-            size = len(tokens) if config.kl_probe == "jvp" else None
-            segment = Segment(f"probe{index}", inputs, block_size=size)
+        """Hidden states [n, hidden] of this rank's rows at every context, batch by batch, block by block."""
+        found: list[torch.Tensor] = []
+        for segment, lengths in self._segments(group):
             opened = self.engine.open_segment(segment, state)
             for block in range(len(opened.plan)):
                 hidden = self.engine.run_forward(segment, opened, block)
                 self.engine.forget_block(opened, block)
-                found.append(hidden_of_own_rows(self.engine.model, hidden, opened.plan[block]))
+                rows = hidden_of_own_rows(self.engine.model, hidden, opened.plan[block])
+                columns = own_columns(opened, block)
+                positions = torch.arange(columns.start, columns.stop, device=self._device)
+                found.append(rows[positions[:, None] < lengths])
         return found
+
+    def _segments(self, group: PromptGroup) -> list[tuple[Segment, torch.Tensor]]:
+        """The probed responses, cut and padded at their ends, as many together as in a replay; with their lengths [B]."""
+        config, segments, together = self.config, [], self.step.responses_together
+        last = int(group.prompt[0, -1])
+        cut = [
+            torch.tensor([last, *sample.token_ids[:-1]][: config.kl_probe_tokens], device=self._device)
+            for sample in group.samples[: config.kl_probe_responses]
+        ]
+        for start in range(0, len(cut), together):
+            rows = cut[start : start + together]
+            inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            # Forward mode takes one block: a state that is handed on from block to block carries no derivative.
+            size = inputs.shape[1] if config.kl_probe == "jvp" else None
+            lengths = torch.tensor([len(row) for row in rows], device=self._device)
+            segments.append((Segment(f"probe{start}", inputs, block_size=size), lengths))
+        return segments
 
     def _sum(self, function, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
         """`function(logits, others)` over all pairs of hidden states, a few tokens at a time, summed over the ranks."""

@@ -30,12 +30,12 @@ class SketchedPair:
     logra: Logra
     model: UpdatedModel
 
-    def probe(self, **config) -> KlProbe:
-        """A probe of the direction that was prepared."""
-        engine = self.pair.engine(**config)
-        return KlProbe(
-            Step(engine, ObjectiveConfig(group_size=2), dp=dist.group.WORLD), self.config, self.model.moved, dist.group.WORLD
+    def probe(self, together: int = 1, **config) -> KlProbe:
+        """A probe of the direction that was prepared; together: responses in one pass."""
+        step = Step(
+            self.pair.engine(**config), ObjectiveConfig(group_size=2), dp=dist.group.WORLD, responses_together=together
         )
+        return KlProbe(step, self.config, self.model.moved, dist.group.WORLD)
 
 
 @contextmanager

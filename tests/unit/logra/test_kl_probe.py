@@ -71,6 +71,20 @@ def test_the_budget_is_kept():
             assert probe.measure_kl(base, group, alpha * eta) == pytest.approx(budget, rel=bar)
 
 
+@pytest.mark.parametrize("kind", ["jvp", "finite-difference"])
+def test_responses_of_different_length_together(kind):
+    """Padding is no context, and changes none."""
+    pair = get_small_hybrid()
+    with sketched(pair, replace(CONFIG, kl_probe=kind)) as under, lift_float64():
+        alone, base, group, eta = open_probe(under, draw_group(9, (5, 17, 1), pair.vocab_size))
+        expected = alone.measure_rate(base, group, eta), alone.measure_kl(base, group, eta)
+        probe = under.probe(together=3)
+        base = probe.open(group)
+        assert base.contexts == 23
+        found = probe.measure_rate(base, group, eta), probe.measure_kl(base, group, eta)
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
 def test_truncated_probes_count_their_contexts():
     pair = get_small_hybrid()
     with sketched(pair, replace(CONFIG, kl_probe_tokens=4, kl_probe_responses=2)) as under, lift_float64():
