@@ -3,10 +3,12 @@
 Three launches on one folder: `prepare` and `compare` alone, `convert` on two ranks between them.
 """
 
+import os
 import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from tests.support.ranks import fork_ranks
 
@@ -88,6 +90,7 @@ def share_experts_on_ranks(folder: Path, tokens: torch.Tensor) -> dict:
     from tools.convert_checkpoint import convert, parse_arguments
 
     source, groups = folder / SPARSE_EXPERTS, start_groups(expert_parallel=2)
+    os.environ["RANK"] = str(dist.get_rank())  # as torchrun says it; the tool would start ranks of its own
     arguments = ["--hf-to-megatron", "--load", f"{source}-bf16", "--save", f"{source}-bf16-ep2"]
     assert convert(parse_arguments([*arguments, "--expert-model-parallel-size", "2"])) == 0
     preset = read_preset(f"{source}-tp1")

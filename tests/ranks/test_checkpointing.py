@@ -9,7 +9,7 @@ from tests.support.ranks import run_on_ranks
 HERE = Path(__file__).parent
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(seconds=30)
 @pytest.mark.timeout(600)  # 42 s of processor time; a busy disk takes longer
 def test_checkpoints_over_two_ranks(tmp_path):
     output = run_on_ranks(HERE / "checkpointing_ranks.py", 2, tmp_path, [str(tmp_path)], seconds=560)

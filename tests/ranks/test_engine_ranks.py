@@ -10,7 +10,7 @@ import pytest
 from tests.ranks.engine_cases import CASES
 from tests.support.ranks import open_results
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]  # seconds on a free machine, minutes on a busy one
+pytestmark = [pytest.mark.ranks(seconds=40), pytest.mark.timeout(600)]  # seconds on a free machine, minutes on a busy one
 HERE = Path(__file__).parent
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.ranks import run_on_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]  # seconds on a free machine, minutes on a busy one
+pytestmark = [pytest.mark.ranks(seconds=30), pytest.mark.timeout(600)]  # seconds on a free machine, minutes on a busy one
 
 
 def test_saved_at_one_size_and_gone_on_with_at_another(tmp_path):

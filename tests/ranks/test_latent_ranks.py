@@ -10,7 +10,7 @@ import pytest
 from tests.ranks.engine_cases import LATENT_CASES
 from tests.support.ranks import open_results
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ranks(seconds=45), pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

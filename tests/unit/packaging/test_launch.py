@@ -102,7 +102,7 @@ def ranks(tmp_path):
         process.kill()
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(seconds=40)
 def test_two_launches_at_once_both_start(ranks):
     launches = [ranks.start(ALL_REDUCE, name, "an argument", ranks=1) for name in ("first", "second")]
     for process in launches:
