@@ -25,7 +25,7 @@ from megatron.grpo.presets import get_preset
 from tests.support.dense import compare_gradients, constant_prompt, dense_gradients, take_gradients
 from tests.support.latent_models import small_latent, small_preset
 from tests.support.models import (
-    build_pair, dense_of, draw_document, draw_group, lift_float64, one_rank, replay_gradients, replay_in_one_go,
+    build_pair, dense_of, draw_document, draw_group, get_pair, lift_float64, one_rank, replay_gradients, replay_in_one_go,
 )
 
 PLACES = ("device", "host")
@@ -137,9 +137,9 @@ def test_every_residency_gives_the_same_bits():
     assert compare_gradients(grads, results[0][1])[0] < 1e-15
 
 
-@pytest.mark.parametrize("prompt", [1, 30])
-def test_response_only(prompt):
-    pair = small_latent()
+@pytest.mark.parametrize("preset, prompt", [(None, 1), (None, 30), ("tiny-glm5.2", 30)])
+def test_response_only(preset, prompt):
+    pair = small_latent() if preset is None else get_pair(preset)
     group = draw_group(prompt, (6, 6), pair.vocab_size)
     _, found = replay_gradients(pair.engine(semantics="response_only", response_block_size=4), group.tree(together=2))
     with lift_float64(), constant_prompt(pair.plain, prompt - 1):
