@@ -5,7 +5,7 @@
 #   ./tests/run.sh tests/unit/optim        some of it; every argument is pytest's
 #   ./tests/run.sh -k launch -x
 #
-# LONGSTRAW_TEST_SECONDS bounds the whole run (default 1500), LONGSTRAW_TEST_WORKERS the first part's processes.
+# LONGSTRAW_TEST_SECONDS bounds the whole run (default 3000), LONGSTRAW_TEST_WORKERS the first part's processes.
 set -uo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 "$root/tools/setup_env.sh" || exit 1
@@ -13,7 +13,7 @@ python=${LONGSTRAW_VENV:-$root/.venv}/bin/python
 export OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1
 cores=$(nproc)
 workers=${LONGSTRAW_TEST_WORKERS:-$((cores < 4 ? cores : 4))}
-budget=${LONGSTRAW_TEST_SECONDS:-1500}
+budget=${LONGSTRAW_TEST_SECONDS:-3000}
 scratch=$(mktemp -d)
 trap 'rm -rf -- "$scratch"' EXIT
 export LONGSTRAW_TEST_COUNTS=$scratch/counts
