@@ -182,10 +182,20 @@ class Logra:
             weight.forget()
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of this rank by category: "sketches", and "optimizer" for moments and masters."""
-        sketches = sum(buffer.nbytes for buffer in self.buffers.values())
-        held = sum(t.nbytes for weight in self.weights for t in weight.state_tensors())
-        return {"sketches": sketches, "optimizer": held - sketches}
+        """Bytes on the weights' device by category: "sketches" (with gradients that are formed to compare), "optimizer" for
+        moments and masters, "projections" for the drawn words of A."""
+        found = dict.fromkeys(("sketches", "optimizer", "projections"), 0)
+        found["sketches"] = sum(buffer.nbytes for buffer in self.buffers.values())
+        for weight in self.weights:
+            sketch = weight.sketch
+            for tensor in weight.state_tensors():
+                if tensor.device == weight.weight.device and (sketch is None or tensor is not sketch.sketch):
+                    found["optimizer"] += tensor.nbytes
+            if sketch is not None and sketch.dense is not None:
+                found["sketches"] += sketch.dense.nbytes
+            if sketch is not None and sketch.packed is not None:
+                found["projections"] += sum(t.nbytes for t in (sketch.packed.words, *sketch.packed.tables.values()))
+        return found
 
 
 def _all_finite(values: torch.Tensor) -> bool:

@@ -34,7 +34,7 @@ from longstraw.transaction.step import Step
 from megatron.grpo.logra import LograOptimizer
 from megatron.grpo.optimizer import clip_gradients
 from megatron.grpo.weight_deltas import DeltaWriter
-from megatron.grpo.weight_update import check_finite, count_buffers
+from megatron.grpo.weight_update import check_finite, count_buffers, count_state
 
 
 class LograUpdate:
@@ -96,9 +96,13 @@ class LograUpdate:
         self.ddp.zero_grad_buffer()
 
     def count_bytes(self) -> dict[str, int]:
-        """See `WeightUpdate`. "gradients" are sketches and DDP's buffers."""
-        held = self.logra.state_bytes()
-        return {"gradients": count_buffers(self.ddp) + held["sketches"], "optimizer": held["optimizer"]}
+        """See `WeightUpdate`. "gradients" are sketches and DDP's buffers; "projections" the drawn words of A."""
+        held, rest = self.logra.state_bytes(), self.optimizer.rest
+        return {
+            "gradients": count_buffers(self.ddp) + held["sketches"],
+            "optimizer": held["optimizer"] + (0 if rest is None else count_state(rest, self.ddp.module)),
+            "projections": held["projections"],
+        }
 
     def _sum_and_check(self, number: int) -> None:
         finalize_gradients(self.ddp, self.adapters, self.groups)

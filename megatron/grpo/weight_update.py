@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+
 from longstraw.patches.finalize_model_grads import finalize_gradients
 from longstraw.transaction.commit import StepRejected
 from longstraw.transaction.group import PromptGroup
@@ -78,8 +81,9 @@ class AdamUpdate:
 
     def count_bytes(self) -> dict[str, int]:
         """See `WeightUpdate`."""
-        moments = [t for held in optimizer_state(self.optimizer).values() for t in held.values() if hasattr(t, "nbytes")]
-        return {"gradients": count_buffers(self.ddp), "optimizer": sum(t.nbytes for t in moments)}
+        return {
+            "gradients": count_buffers(self.ddp), "optimizer": count_state(self.optimizer, self.ddp.module)
+        }
 
 
 def check_finite(number: int, ddp, groups) -> None:
@@ -87,6 +91,15 @@ def check_finite(number: int, ddp, groups) -> None:
     if not gradients_are_finite(ddp, groups):
         names = name_nonfinite_gradients(ddp, groups)
         raise StepRejected(f"step {number}: the gradient of {', '.join(names[:5])} is not finite")
+
+
+def count_state(optimizer: MegatronOptimizer, model: torch.nn.Module) -> int:
+    """Bytes of Adam's state on this rank: moments, step counts, and the float32 weights where it keeps its own."""
+    own, total = {parameter.data_ptr() for parameter in model.parameters()}, 0
+    for weight, held in optimizer_state(optimizer).items():
+        total += sum(value.nbytes for value in held.values() if torch.is_tensor(value))
+        total += 0 if weight.data_ptr() in own else weight.nbytes
+    return total
 
 
 def count_buffers(ddp) -> int:

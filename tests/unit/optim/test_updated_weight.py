@@ -143,6 +143,6 @@ def test_one_eta_for_all_matrices():
     whole = sum(b.square().sum() for b in before) ** 0.5
     torch.testing.assert_close(moved / whole, torch.tensor(1e-3, dtype=torch.float64), rtol=1e-9, atol=0)
     assert logra.steps_taken == 1 and logra.find_nonfinite() == []
-    assert logra.state_bytes() == {"sketches": 2 * ROWS * RANK * 8, "optimizer": 2 * ROWS * 8}
+    assert logra.state_bytes() == {"sketches": 2 * ROWS * RANK * 8, "optimizer": 2 * ROWS * 8, "projections": 0}
     weights[1].sketch.sketch[0, 0] = float("inf")
     assert logra.find_nonfinite() == ["w"]
