@@ -11,7 +11,7 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 "$root/tools/setup_env.sh" || exit 1
 python=${LONGSTRAW_VENV:-$root/.venv}/bin/python
 export OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1
-cores=$(nproc)
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)  # nproc obeys OpenMP's variables
 workers=${LONGSTRAW_TEST_WORKERS:-$((cores < 4 ? cores : 4))}
 budget=${LONGSTRAW_TEST_SECONDS:-3000}
 scratch=$(mktemp -d)
