@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests. Makes the environment first; needs nothing else.
 #
-#   ./tests/run.sh                         everything: single-process tests, then those that start ranks, two files at a time
+#   ./tests/run.sh                         everything: single-process tests, then those that start ranks, three files at a time
 #   ./tests/run.sh tests/unit/optim        some of it; every argument is pytest's
 #   ./tests/run.sh -k launch -x
 #
@@ -12,7 +12,7 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 python=${LONGSTRAW_VENV:-$root/.venv}/bin/python
 export OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)  # nproc obeys OpenMP's variables
-workers=${LONGSTRAW_TEST_WORKERS:-$((cores < 4 ? cores : 4))}
+workers=${LONGSTRAW_TEST_WORKERS:-$((cores < 4 ? cores + 1 : 5))}  # one more than cores: some tests wait for processes
 budget=${LONGSTRAW_TEST_SECONDS:-3000}
 scratch=$(mktemp -d)
 trap 'rm -rf -- "$scratch"' EXIT
@@ -32,8 +32,8 @@ run_part() {
 }
 
 run_part "not ranks" -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
-# Two launches at a time, the longest first (tests/conftest.py): ranks wait for each other, and then the others compute.
-[ "$status" -eq 2 ] || run_part "ranks" -n $((workers < 2 ? workers : 2)) --dist loadfile --no-loadscope-reorder "$@"
+# Three launches at a time, the longest first (tests/conftest.py): ranks wait for each other, and then the others compute.
+[ "$status" -eq 2 ] || run_part "ranks" -n $((workers < 3 ? workers : 3)) --dist loadfile --no-loadscope-reorder "$@"
 
 "$python" -I - "$LONGSTRAW_TEST_COUNTS" "$SECONDS" <<'PY' || status=$((status ? status : 5))
 import json, sys
