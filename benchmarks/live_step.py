@@ -14,11 +14,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from longstraw.patches.device import cuda_available, current_device
-from longstraw.patches.process_groups import initialize_groups, seed_model_parallel
+from longstraw.patches.process_groups import ProcessGroupCollection, find_groups, initialize_groups, seed_model_parallel
 from longstraw.rollout.resident import decode_group
 from longstraw.sweeps import ReplayEngine
 from longstraw.transaction.group import PromptGroup
@@ -103,9 +101,7 @@ def join_world() -> ProcessGroupCollection:
     if not dist.is_initialized():
         backend = "nccl" if cuda_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if parallel_state.model_parallel_is_initialized():
-        return ProcessGroupCollection.use_mpu_process_groups()
-    return initialize_groups()
+    return find_groups() or initialize_groups()
 
 
 def open_update(opened: OpenedModel) -> LiveStep:

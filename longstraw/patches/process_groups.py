@@ -42,6 +42,11 @@ def initialize_groups(
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
+def find_groups() -> ProcessGroupCollection | None:
+    """The groups of this process, where they are made already."""
+    return ProcessGroupCollection.use_mpu_process_groups() if parallel_state.model_parallel_is_initialized() else None
+
+
 _SINGLE = (
     "tp", "cp", "tp_cp", "dp", "dp_cp", "tp_dp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp", "expt_dp", "intra_dp_cp",
     "intra_expt_dp",
