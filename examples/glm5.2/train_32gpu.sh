@@ -8,8 +8,11 @@
 #
 # Not yet run on GPUs. By shape, a rank holds 40 billion parameters (its 8 of 256 experts in 75 layers: 22.6; attention,
 # dense and shared layers, which every rank has: 15.6; embedding and output: 1.9): 80 GB in bf16. Full-parameter training
-# with Adam needs 160 GB of float32 gradients beside them, more than any one GPU has: this recipe waits for an optimizer
-# that does without them (README, status).
+# with Adam needs 160 GB of float32 gradients beside them, more than any one GPU has, so the projection matrices move by
+# LoGRA: by shape 58 GB a rank of sketches, row moments and masters at rank 256 (benchmarks/optimizer_memory.py), of which the
+# masters lie on the host. Everything else is frozen.
+#
+#   WEIGHTS, TOKENIZER, DATA, OUTPUT     converted weights, Hugging Face folder, prompts, where the run lies (below)
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
 cd "$root"
@@ -49,11 +52,13 @@ flags=(
     --clip-range-low 0.2
     --clip-range-high 0.28
 
-    # Optimizer and schedule.
-    --lr 1e-6
-    --lr-warmup-iters 5
-    --clip-grad 1.0
-    --weight-decay 0.0
+    # How the weights move: LoGRA (docs/logra.md).
+    --optimizer logra
+    --logra-rank 256
+    --logra-master-residency host
+    --kl-budget 2e-4                         # nats a token that one step may move the policy by, at the start ...
+    --kl-budget-final 2e-5                   # ... and at the end
+    --kl-probe finite-difference             # forward mode does not go through experts
     --train-iters 100
 
     # Data and rewards.

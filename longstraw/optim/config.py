@@ -78,7 +78,8 @@ class LograConfig:
     """constant: --kl-budget throughout; cosine: half a cosine from --kl-budget to --kl-budget-final."""
 
     kl_budget_steps: Optional[int] = None
-    """Steps that --kl-budget-schedule cosine takes. Default: --train-iters."""
+    """Steps after which --kl-budget-schedule cosine has reached --kl-budget-final. Default: the last of --train-iters, so a
+    run that is to be extended wants its own number."""
 
     kl_alpha_max: float = 3.0
     """The largest alpha, whatever the budget allows."""
@@ -129,8 +130,14 @@ class LograConfig:
                 raise ValueError(f"{flag(name)} must be at least {lowest}, got {getattr(self, name)}.")
         if self.kl_budget_steps is not None and self.kl_budget_steps < 1:
             raise ValueError(f"--kl-budget-steps must be at least 1, got {self.kl_budget_steps}.")
-        if not -(2**63) <= self.logra_seed < 2**63:
-            raise ValueError(f"--logra-seed must fit 64 bits, got {self.logra_seed}.")
+        if not 0 <= self.logra_seed < 2**63:
+            raise ValueError(f"--logra-seed must lie in [0, 2^63), got {self.logra_seed}.")
+        for name in ("logra_delta_dir", "logra_cosine_of"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{flag(name)} is empty: give it a name, or leave it out.")
+        for name, highest in (("kl_budget", 10.0), ("kl_budget_final", 10.0), ("logra_update_ratio", 1.0)):
+            if getattr(self, name) > highest:
+                raise ValueError(f"{flag(name)} must be at most {highest:g}, got {getattr(self, name)}.")
         for name in ("logra_update_ratio", "kl_budget", "kl_budget_final", "kl_alpha_max", "kl_probe_step"):
             value = getattr(self, name)
             if not 0.0 < value < math.inf:

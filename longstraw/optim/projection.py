@@ -77,7 +77,7 @@ class Projection:
         if self.rank > self.columns:
             raise ValueError(
                 f"--logra-rank {self.rank} is above the {self.columns} input columns of {self.name}, so a sketch "
-                "would be no saving: lower the rank, or leave this weight out of the sketched ones."
+                "would be no saving: lower the rank."
             )
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"--logra-seed must fit 64 bits, got {self.seed}.")

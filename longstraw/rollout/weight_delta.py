@@ -139,6 +139,7 @@ def write_delta(path: str | Path, entries: Mapping[str, torch.Tensor], manifest:
     whole = replace(manifest, payload=checksum_weights(tensors.items()))
     partial = path.with_name(f"{path.name}.partial")
     save_file(tensors, partial, metadata={_METADATA_KEY: _to_json(whole)})
+    _let_others_read(partial)
     _sync(partial)
     os.replace(partial, path)
     _sync(path.parent)
@@ -269,6 +270,13 @@ def _compare_names(found: Iterable[str], wanted: Iterable[str], of: str, against
 def _list(names: list[str]) -> str:
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more
+
+
+def _let_others_read(path: Path) -> None:
+    """The permissions of an ordinary new file; safetensors leaves its owner's alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def _sync(path: Path) -> None:

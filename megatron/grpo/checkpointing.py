@@ -428,6 +428,8 @@ def _optimizer_flags(args: Namespace) -> dict[str, bool | str]:
         }
         if args.update_direction == "sketch":
             flags |= {"--logra-rank": str(args.logra_rank)}
+            if args.logra_refresh == 0:  # one draw for the whole run
+                flags |= {"--logra-seed": str(args.logra_seed), "--logra-projection": args.logra_projection}
     return flags
 
 

@@ -143,12 +143,13 @@ def build_logra(args: Namespace, config: LograConfig, ddp, groups: ProcessGroupC
     weights = [_open_weight(args, config, matrix, model.config, groups) for matrix in matrices]
     buffers: dict[str, torch.Tensor] = {}
     if sketched:
+        projections = [_projection(config, weight) for weight in weights]  # refuses a rank before anything is allocated
         shapes = [(_kind(m), m.weight.shape[0], config.logra_rank) for m in matrices]
         wide = torch.promote_types(matrices[0].weight.dtype, torch.float32)
         buffers, views = open_sketch_buffers(shapes, wide, matrices[0].weight.device)
-        for weight, view in zip(weights, views):
+        for weight, projection, view in zip(weights, projections, views):
             weight.sketch = WeightSketch(
-                projection=_projection(config, weight), sketch=view, columns=weight.weight.shape[1],
+                projection=projection, sketch=view, columns=weight.weight.shape[1],
                 column_start=weight.placement.column_start,
             )
         _watch_cosine(config, weights, groups)

@@ -41,12 +41,15 @@ class LograUpdate:
     """See `megatron.grpo.weight_update.WeightUpdate`."""
 
     def __init__(
-        self, args: Namespace, config: LograConfig, ddp, optimizer: LograOptimizer, scheduler, groups, step: Step
+        self, args: Namespace, config: LograConfig, ddp, optimizer: LograOptimizer, scheduler, groups, step: Step, *,
+        resumed_step: int = 0,
     ):
         self.args, self.config, self.ddp, self.optimizer, self.scheduler = args, config, ddp, optimizer, scheduler
         self.groups, self.adapters, self.logra = groups, step.engine.adapters, optimizer.logra
         self.keeps_last_state = config.update_step_size == "predicted-kl"
-        self.deltas = DeltaWriter(config.logra_delta_dir, optimizer) if config.logra_delta_dir else None
+        self.deltas = None
+        if config.logra_delta_dir:
+            self.deltas = DeltaWriter(config.logra_delta_dir, optimizer, resumed_step=resumed_step)
         self.probe = KlProbe(step, config, optimizer.updated_model.moved, groups.dp_cp)
 
     @contextmanager
@@ -66,12 +69,16 @@ class LograUpdate:
             direction = self.logra.prepare(self._dense_gradients())
             mismatch = self._measure_mismatch(groups)
             chosen = self._choose_step(number, direction, group, learning_rate, mismatch)
+            figures = self._describe(direction, chosen["step"])
+            if figures["update_ratio"] > 1.0:
+                raise StepControlError(
+                    f"The step is refused: it would move the weights by {figures['update_ratio']:.3g} of their own norm."
+                )
         except StepControlError as error:
             self.logra.forget()
             if self.config.kl_refused_step == "stop":
                 raise StepRejected(f"step {number}: {error}") from error
             return self._refuse(learning_rate)
-        figures = self._describe(direction, chosen["step"])
         step = chosen.pop("step")
         if self.deltas is not None:
             self.deltas.note(number, step)
@@ -144,7 +151,7 @@ class LograUpdate:
             return {"step": direction.eta, "alpha": 1.0}
         budget = scheduled_budget(
             number - 1, start=config.kl_budget, final=config.kl_budget_final,
-            steps=config.kl_budget_steps or self.args.train_iters, schedule=config.kl_budget_schedule,
+            steps=config.kl_budget_steps or max(1, self.args.train_iters - 1), schedule=config.kl_budget_schedule,
         )
         left = subtract_mismatch(budget, mismatch, floor=config.kl_budget_floor)
         base = self.probe.open(group)

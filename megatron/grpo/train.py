@@ -94,10 +94,12 @@ def build_reference(args, config, model, groups, resumed) -> ReferencePolicy | N
     return reference
 
 
-def build_update(args, config, ddp, optimizer, scheduler, groups, step: Step) -> WeightUpdate:
-    """What moves the weights under --optimizer."""
+def build_update(
+    args, config, ddp, optimizer, scheduler, groups, step: Step, *, resumed_step: int = 0
+) -> WeightUpdate:
+    """What moves the weights under --optimizer. resumed_step: 0 where the run starts afresh."""
     if args.optimizer == "logra":
-        return LograUpdate(args, config.logra, ddp, optimizer, scheduler, groups, step)
+        return LograUpdate(args, config.logra, ddp, optimizer, scheduler, groups, step, resumed_step=resumed_step)
     return AdamUpdate(args, ddp, optimizer, scheduler, groups, step.engine.adapters)
 
 
@@ -215,7 +217,7 @@ def run(args, config) -> None:
         engine, config.objective, dp=groups.dp, responses_together=config.run.responses_per_replay,
         reference=build_reference(args, config, model, groups, resumed),
     )
-    update = build_update(args, config, ddp, optimizer, scheduler, groups, step)
+    update = build_update(args, config, ddp, optimizer, scheduler, groups, step, resumed_step=done)
     rollouts = Rollouts(
         step, tokenizer, config.sampling, config.rewards,
         stop_ids=frozenset(stop_token_ids(tokenizer, config.data.tokenizer_path)), replica=groups.tp_cp,

@@ -23,16 +23,31 @@ from megatron.grpo.logra import LograOptimizer
 from megatron.grpo.sharding import is_expert, unshard_parameter, whole_name
 
 
+def _open_folder(folder: Path, *, fresh: bool) -> str:
+    """Make the folder; a sentence where that fails or a fresh run would mix its files with another's, else ""."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"--logra-delta-dir {folder} cannot be made: {error}"
+    if fresh and any(folder.glob("step_*.safetensors")):
+        return f"--logra-delta-dir {folder} holds the updates of another run: give an empty folder"
+    return ""
+
+
 class DeltaWriter:
     """Writes the updates of one run."""
 
-    def __init__(self, folder: str | Path, optimizer: LograOptimizer):
+    def __init__(self, folder: str | Path, optimizer: LograOptimizer, *, resumed_step: int = 0):
+        """Collective. Raises ValueError, on every rank, where the folder cannot be made, or holds the files of another run
+        (resumed_step 0)."""
         self.folder, self.optimizer, self.groups = Path(folder), optimizer, optimizer.groups
         self.pairs, self.logra = optimizer.updated_model.pairs, optimizer.logra
         self._base: str | None = None
         self._noted: tuple[int, dict[str, torch.Tensor], dict[str, WeightStep]] | None = None
-        if dist.get_rank() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
+        problem = [_open_folder(self.folder, fresh=resumed_step == 0) if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(problem, src=0)
+        if problem[0]:
+            raise ValueError(problem[0])
 
     def note(self, number: int, step: float) -> None:
         """Before the weights move by step * U A. Collective."""

@@ -130,6 +130,8 @@ def check_deltas(runner: Runner) -> None:
     """The files of two steps, applied to a copy of the weights from before, give the trainer's bits, put together over TP."""
     deltas, flags = runner.folder / "deltas", "--tensor-model-parallel-size 2 --context-parallel-size 1 --train-iters 2"
     run_with_deltas(runner, "delta-tp2", f"{LOGRA} {flags} --kl-probe finite-difference", deltas)
+    refuse(runner, "mixed", f"{LOGRA} --logra-delta-dir {deltas}", "holds the updates of another run")
+    refuse(runner, "nowhere", f"{LOGRA} --logra-delta-dir /proc/nowhere/deltas", "--logra-delta-dir /proc/nowhere/deltas cannot be made")
 
 
 def run_with_deltas(runner: Runner, name: str, flags: str, deltas: Path) -> None:
@@ -207,6 +209,13 @@ def check_refused_steps(runner: Runner) -> None:
     refuse(runner, "ended", f"{flags} --kl-refused-step stop", "the KL of a probe step is nan", StepRejected, break_the_probe)
 
 
+def check_steps_too_long(runner: Runner) -> None:
+    """A step longer than the weights themselves is left out."""
+    flags = f"{HYBRID} --optimizer logra --logra-rank 4 --update-step-size learning-rate --lr 1e9 --clip-grad 0"
+    records = runner.run("too-long", flags)
+    assert [record["step_refused"] for record in records] == [1] * len(records), records
+
+
 def check_nan(runner: Runner) -> None:
     """A NaN in a sketch of one rank: rejected on every rank by the matrix's name."""
 
@@ -250,7 +259,8 @@ def main(rank: int, ranks: int, arguments: list[str]) -> None:
     parallel_state.destroy_model_parallel()  # each run of the program makes its own
     runner = Runner(rank, ranks, Path(folder), "")
     for check in (
-        check_runs, check_masters, check_deltas, check_running_mean, check_axes, check_refused_steps, check_nan
+        check_runs, check_masters, check_deltas, check_running_mean, check_axes, check_refused_steps,
+        check_steps_too_long, check_nan,
     ):
         if not only or check.__name__ in only:
             check(runner)

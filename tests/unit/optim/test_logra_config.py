@@ -52,7 +52,8 @@ def test_draws():
 
 
 @pytest.mark.parametrize("change", [
-    dict(logra_rank=0), dict(logra_refresh=-1), dict(logra_seed=2**63), dict(logra_projection="uniform"),
+    dict(logra_rank=0), dict(logra_refresh=-1), dict(logra_seed=2**63), dict(logra_seed=-1), dict(logra_delta_dir=""),
+    dict(logra_cosine_of=""), dict(kl_budget=11.0), dict(logra_update_ratio=1.5), dict(logra_projection="uniform"),
     dict(logra_masters="none"), dict(logra_update_ratio=0.0), dict(logra_update_ratio=float("nan")),
     dict(logra_beta2=1.0), dict(logra_beta2=float("nan")),
     dict(kl_budget=-1e-4), dict(kl_budget=float("inf")), dict(kl_budget_final=0.0), dict(kl_budget_final=1e-3),
