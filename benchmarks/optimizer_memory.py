@@ -34,7 +34,6 @@ from benchmarks.live_step import LiveStep, open_model, open_update  # noqa: E402
 from benchmarks.optimizer_shapes import (  # noqa: E402
     Layout, build_shapes, count_adam, count_logra, count_lora, read_shapes,
 )
-from benchmarks.step import write_report  # noqa: E402
 from longstraw.memory_meter import StorageMeter  # noqa: E402
 from longstraw.patches.projections import find_projections  # noqa: E402
 from longstraw.patches.world_sizes import find_misfits  # noqa: E402
@@ -43,6 +42,7 @@ from megatron.grpo.optimizer import optimizer_state  # noqa: E402
 from megatron.grpo.presets import check_divisible, get_preset  # noqa: E402
 from megatron.grpo.quiet_logs import quiet_logs  # noqa: E402
 from tools.tool_flags import check_at_least_1, check_report_path, check_seed  # noqa: E402
+from tools.tool_reports import write_report  # noqa: E402
 
 OPTIMIZERS = ("adam", "lora", "logra")
 PUBLISHED_LAYOUTS = {

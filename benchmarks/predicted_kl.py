@@ -26,7 +26,6 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.live_step import LiveStep, open_model, open_update  # noqa: E402
-from benchmarks.step import write_report  # noqa: E402
 from longstraw.optim.optimizer import Logra  # noqa: E402
 from longstraw.optim.step_control import choose_alpha, predicted_kl  # noqa: E402
 from longstraw.patches.float64 import lift_float64  # noqa: E402
@@ -35,6 +34,7 @@ from longstraw.transaction.kl_probe import KlProbe  # noqa: E402
 from megatron.grpo.presets import get_preset  # noqa: E402
 from megatron.grpo.quiet_logs import quiet_logs  # noqa: E402
 from tools.tool_flags import check_at_least_1, check_report_path, check_seed  # noqa: E402
+from tools.tool_reports import write_report  # noqa: E402
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 

@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 from longstraw.patches.world_sizes import find_misfits  # noqa: E402
 from megatron.grpo.presets import check_divisible, get_preset  # noqa: E402
 from tools.tool_flags import check_at_least_1, check_report_path, check_seed  # noqa: E402
+from tools.tool_reports import write_report  # noqa: E402
 
 RUNS = ("conventional", "checkpointed", "exact", "response_only")
 DTYPES = ("float64", "float32", "bf16")
@@ -252,16 +253,6 @@ def compute_ratios(runs: dict[str, dict]) -> dict[str, float]:
         ratios["exact_over_prompt_only"] = exact["seconds"] / exact["prompt_only_seconds"]
         ratios["exact_over_prompt_only_cpu"] = exact["cpu_seconds"] / exact["prompt_only_cpu_seconds"]
     return ratios
-
-
-def write_report(report: dict, path: str) -> None:
-    """The report as JSON to a file, or as all of standard output where the path is -."""
-    text = json.dumps(report, indent=1)
-    if path == "-":
-        print(text, flush=True)
-    else:
-        Path(path).write_text(text + "\n")
-        print(f"written to {path}", file=sys.stderr)
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ import pytest
 # Set before anything imports torch, and inherited by the ranks that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are of the CPU's paths, also where there is a GPU: tests/gpu/run.sh
 
 
 def pytest_ignore_collect(collection_path, config):

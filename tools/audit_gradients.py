@@ -9,7 +9,6 @@ the relative error of every parameter's gradient. Exit code 0 means that it coul
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from longstraw.patches.world_sizes import find_misfits
 from megatron.grpo.presets import check_divisible, get_preset
 from tools.local_ranks import is_rank, run_ranks
 from tools.tool_flags import check_at_least_1, check_report_path, check_seed
+from tools.tool_reports import write_report
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
 
@@ -232,16 +232,6 @@ def measure(args) -> dict | None:
     return report | {"settings": {key: value for key, value in vars(args).items() if key != "json"}}
 
 
-def write_report(report: dict, path: str) -> None:
-    """The report as JSON to a file, or as all of standard output where the path is -."""
-    text = json.dumps(report, indent=1)
-    if path == "-":
-        print(text, flush=True)
-    else:
-        Path(path).write_text(text + "\n")
-        print(f"global relative error {report['global_relative_error']:.3e}, written to {path}", flush=True)
-
-
 def main() -> int:
     """Launch the ranks, or be one."""
     args = parse_arguments()
@@ -251,6 +241,8 @@ def main() -> int:
     report = measure(args)
     if report is not None:
         write_report(report, args.json)
+        if args.json != "-":
+            print(f"global relative error {report['global_relative_error']:.3e}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0

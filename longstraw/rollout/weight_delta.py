@@ -33,6 +33,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from longstraw.durable_files import sync_path
 from longstraw.optim.masters import split_float32
 from longstraw.optim.projection import Projection
 from longstraw.optim.sketch import BlockLimits
@@ -140,9 +141,9 @@ def write_delta(path: str | Path, entries: Mapping[str, torch.Tensor], manifest:
     partial = path.with_name(f"{path.name}.partial")
     save_file(tensors, partial, metadata={_METADATA_KEY: _to_json(whole)})
     _let_others_read(partial)
-    _sync(partial)
+    sync_path(partial)
     os.replace(partial, path)
-    _sync(path.parent)
+    sync_path(path.parent)
     return path.stat().st_size
 
 
@@ -277,12 +278,3 @@ def _let_others_read(path: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
-
-
-def _sync(path: Path) -> None:
-    """Have a file's content, or a folder's list of names, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 
 from longstraw.adapters.decoder import hidden_of_own_rows, own_output_weight
 from longstraw.optim.config import LograConfig
-from longstraw.optim.step_control import kl_rate, rate_from_kl, sum_kl, sum_logit_variance
+from longstraw.optim.step_control import StepControlError, kl_rate, rate_from_kl, sum_kl, sum_logit_variance
 from longstraw.segments import Segment, SegmentState, own_columns
 from longstraw.transaction.group import PromptGroup
 from longstraw.transaction.step import Step
@@ -68,8 +68,10 @@ class KlProbe:
     def measure_rate(self, base: ProbedPolicy, group: PromptGroup | None, eta: float) -> float:
         """q: the KL per squared alpha, in nats a context. eta: the length of a step at alpha 1.
 
-        Raises StepControlError where it is not finite.
+        Raises StepControlError where it is not finite, or where no rank has a context: nothing would bound the step.
         """
+        if not base.contexts:
+            raise StepControlError("The step is refused: there is no response to probe.")
         if self.config.kl_probe == "jvp":
             return self._rate_by_derivatives(base, group, eta)
         size = self.config.kl_probe_step
@@ -97,7 +99,7 @@ class KlProbe:
                 primal, tangent = forward_ad.unpack_dual(value)
                 pairs.append((primal.clone(), torch.zeros_like(primal) if tangent is None else tangent.clone()))
         total = self._sum(sum_logit_variance, pairs)
-        return kl_rate(total, base.contexts, temperature=self.engine.temperature) if base.contexts else 0.0
+        return kl_rate(total, base.contexts, temperature=self.engine.temperature)
 
     def _run_moved(self, group: PromptGroup | None) -> list[torch.Tensor]:
         if group is None:

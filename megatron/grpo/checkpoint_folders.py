@@ -12,6 +12,8 @@ import os
 import shutil
 from pathlib import Path
 
+from longstraw.durable_files import sync_path
+
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 _PARTIAL, _REPLACED = ".partial", ".replaced"
@@ -79,8 +81,8 @@ def _mend(folder: Path) -> None:
 def commit_partial(partial: Path, folder: str | Path, iteration: int | str) -> Path:
     """Give a completely written checkpoint its name and make it the latest."""
     for file in partial.iterdir():
-        _sync(file)
-    _sync(partial)
+        sync_path(file)
+    sync_path(partial)
     final = checkpoint_folder(folder, iteration)
     if final.exists():
         # A folder cannot be replaced in one step; `_mend` closes the gap where a run is killed between these two.
@@ -90,7 +92,7 @@ def commit_partial(partial: Path, folder: str | Path, iteration: int | str) -> P
         shutil.rmtree(replaced)
     else:
         os.rename(partial, final)
-    _sync(Path(folder))
+    sync_path(Path(folder))
     write_tracker(folder, iteration)
     return final
 
@@ -104,9 +106,9 @@ def write_whole(path: Path, text: str) -> None:
     """Write a small file: a reader sees the old text or the new one, whenever the run is killed."""
     new = path.with_name(path.name + ".new")
     new.write_text(text)
-    _sync(new)
+    sync_path(new)
     os.replace(new, path)
-    _sync(path.parent)
+    sync_path(path.parent)
 
 
 def drop_previous(folder: str | Path, previous: int | str | None, latest: int | str, retain_interval: int) -> None:
@@ -116,12 +118,3 @@ def drop_previous(folder: str | Path, previous: int | str | None, latest: int | 
     path = checkpoint_folder(folder, previous)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
-
-
-def _sync(path: Path) -> None:
-    """Have a file's content, or a folder's list of names, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

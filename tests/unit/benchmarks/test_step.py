@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.step import _collect, compute_ratios, parse_arguments, write_report  # noqa: E402
+from benchmarks.step import _collect, compute_ratios, parse_arguments  # noqa: E402
+from tools.tool_reports import write_report  # noqa: E402
 from tests.support.ranks import run_on_ranks  # noqa: E402
 
 SIZES = "--prompt-length 40 --response-length 7 --group-size 3 --chunk-size 16 --block-size 4 --repeat 1".split()

@@ -18,13 +18,10 @@ from recall_task import RecallVocabulary, make_warm_start_sequence  # noqa: E402
 from warm_start import Batch, start_as_memory  # noqa: E402
 
 from longstraw.adapters.gated_delta_net import StatefulGatedDeltaNet  # noqa: E402
-from longstraw.patches.device import cuda_available  # noqa: E402
 from longstraw.patches.process_groups import seed_model_parallel  # noqa: E402
 from megatron.grpo.model_provider import build_model  # noqa: E402
 from megatron.grpo.presets import get_preset  # noqa: E402
 from tests.support.models import one_rank  # noqa: E402
-
-pytestmark = pytest.mark.skipif(cuda_available(), reason="the tests' one-rank world is gloo's, on the CPU")
 
 
 @pytest.fixture(scope="module")

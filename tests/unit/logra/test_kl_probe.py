@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longstraw.optim.config import LograConfig
-from longstraw.optim.step_control import choose_alpha
+from longstraw.optim.step_control import StepControlError, choose_alpha
 from longstraw.patches.float64 import lift_float64
 from tests.support.logra import prompt_group, sketched
 from tests.support.models import draw_group, get_pair, get_small_hybrid
@@ -92,12 +92,17 @@ def test_truncated_probes_count_their_contexts():
         assert base.contexts == 8
 
 
-def test_a_replica_without_a_group_has_no_context():
+def test_without_any_context_the_step_is_refused():
+    """Not taken at its largest, as a q of 0 would be."""
     pair = get_small_hybrid()
     with sketched(pair, CONFIG) as under, lift_float64():
         probe, *_ = open_probe(under, draw_group(9, (5,), pair.vocab_size))
         base = probe.open(None)
-        assert base.contexts == 0 and probe.measure_rate(base, None, 1.0) == 0.0 and probe.measure_kl(base, None, 1.0) == 0.0
+        assert base.contexts == 0 and probe.measure_kl(base, None, 1.0) == 0.0
+        for kind in ("jvp", "finite-difference"):
+            probe.config = replace(CONFIG, kl_probe=kind)
+            with pytest.raises(StepControlError, match="there is no response to probe"):
+                probe.measure_rate(base, None, 1.0)
 
 
 def test_weights_and_products_are_as_before_a_probe():

@@ -8,8 +8,6 @@ from longstraw.patches import device
 from longstraw.patches.verify import PatchMismatch
 from tests.support.errors import relative_error
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a CUDA device the layer does nothing")
-
 
 def test_installing_twice_changes_nothing_more():
     device.install_cpu_device_layer()
