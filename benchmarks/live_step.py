@@ -68,7 +68,7 @@ class LiveStep:
 
     def accumulate(self, number: int, group: PromptGroup) -> None:
         """The replay of step `number`, from 1."""
-        self.step.keeps_last_state = self.update.keeps_last_state
+        self.step.states_kept = self.update.states_kept
         with self.update.accumulating(number):
             self.step.replay([group], self.step.count_terms([group]))
         self.step.engine.finish_phase()

@@ -27,7 +27,7 @@ import torch  # noqa: E402
 
 from benchmarks.live_step import LiveStep, open_model, open_update  # noqa: E402
 from longstraw.optim.optimizer import Logra  # noqa: E402
-from longstraw.optim.step_control import choose_alpha, predicted_kl  # noqa: E402
+from longstraw.optim.step_control import choose_alpha, differences_within, predicted_kl, rate_from_kl  # noqa: E402
 from longstraw.patches.float64 import lift_float64  # noqa: E402
 from longstraw.transaction.group import PromptGroup  # noqa: E402
 from longstraw.transaction.kl_probe import KlProbe  # noqa: E402
@@ -92,17 +92,19 @@ def probe_step(args: argparse.Namespace, live: LiveStep, group: PromptGroup) -> 
     """q by both ways, and the KL of each budget's step, of the direction that the sketches make."""
     logra, probe = live.update.logra, live.update.probe
     direction = logra.prepare()
-    eta, base = direction.eta, probe.open(group)
-    rate = probe.measure_rate(base, group, eta)
+    eta, base = direction.eta, probe.open([group])
+    rate = probe.measure_rate(base, [group], eta, budget=max(args.deltas))
     differences = {}
     for size in args.probe_steps:
         other = change_probe(probe, kl_probe="finite-difference", kl_probe_step=size)
-        differences[size] = other.measure_rate(other.open(group), group, eta)
+        opened = other.open([group])
+        ahead, behind = (other.measure_kl(opened, [group], sign * size * eta) for sign in (1, -1))
+        differences[size] = rate_from_kl(ahead, behind, size)
     steps = []
     for delta in args.deltas:
         alpha = choose_alpha(rate, delta, alpha_max=1e9)
         with step_taken(logra, alpha * eta):
-            measured = probe.measure_kl(base, group)
+            measured = probe.measure_kl(base, [group])
         predicted = predicted_kl(rate, alpha)
         steps.append({
             "delta": delta, "alpha": alpha, "kl_predicted": predicted, "kl_measured": measured,
@@ -110,14 +112,14 @@ def probe_step(args: argparse.Namespace, live: LiveStep, group: PromptGroup) -> 
             "update_ratio": alpha * eta * direction.direction_norm / direction.weight_norm,
         })  # fmt: skip
     full = change_probe(probe, kl_probe="finite-difference", kl_probe_scope="full", kl_probe_step=args.probe_steps[-1])
-    base = full.open(group)  # gives up the prompt's state
+    base = full.open([group])  # gives up the prompt's state
     for step in steps:
-        step["kl_measured_full"] = full.measure_kl(base, group, step["alpha"] * eta)
+        step["kl_measured_full"] = full.measure_kl(base, [group], step["alpha"] * eta)
     return {
         "contexts": base.contexts, "eta": eta, "rate_jvp": rate,
         "rate_finite_difference": {str(size): value for size, value in differences.items()},
         "rate_finite_difference_over_jvp": {str(size): value / rate for size, value in differences.items()},
-        "rate_full": full.measure_rate(base, group, eta), "steps": steps,
+        "rate_full": full.measure_rate(base, [group], eta, budget=max(args.deltas)), "steps": steps,
     }
 
 

@@ -96,10 +96,15 @@ class LograConfig:
     """Response tokens that a probe reads of each probed response, at most."""
 
     kl_probe_responses: int = 2
-    """Responses of a step that a probe reads."""
+    """Responses of a step that a probe reads, in every model replica."""
+
+    kl_probe_prompts: int = 1
+    """Prompts of a step that they belong to, from the last one replayed back, in every model replica. Each keeps its
+    captured state until the step is taken."""
 
     kl_probe_step: float = 0.5
-    """alpha at which --kl-probe finite-difference measures the KL, to both sides."""
+    """The first alpha at which --kl-probe finite-difference measures the KL, to both sides; it is shortened until that KL
+    is at most a tenth of the budget."""
 
     kl_mismatch_weight: float = 0.3
     """Weight of the newest measurement in the moving average of the KL between rollout and trainer at equal weights,
@@ -124,7 +129,10 @@ class LograConfig:
                 choices = ", ".join(get_args(field.type))
                 raise ValueError(f"{flag(field.name)} must be one of {choices}, got {value!r}.")
 
-        lowest_values = (("logra_rank", 1), ("logra_refresh", 0), ("kl_probe_tokens", 1), ("kl_probe_responses", 1))
+        lowest_values = (
+            ("logra_rank", 1), ("logra_refresh", 0), ("kl_probe_tokens", 1), ("kl_probe_responses", 1),
+            ("kl_probe_prompts", 1),
+        )
         for name, lowest in lowest_values:
             if getattr(self, name) < lowest:
                 raise ValueError(f"{flag(name)} must be at least {lowest}, got {getattr(self, name)}.")

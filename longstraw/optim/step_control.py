@@ -26,11 +26,14 @@ Left out: how probe contexts are chosen, and what of the prompt state moves with
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 SERIES_BELOW = 0.1
+PROBE_SHARE = 0.1  # of the budget: the KL at which finite differences may be taken
+PROBE_TRIES = 30  # steps of a probe, each at most half of the one before
 
 
 class StepControlError(RuntimeError):
@@ -98,6 +101,31 @@ def rate_from_kl(kl_ahead: float, kl_behind: float, probe_step: float) -> float:
         raise ValueError(f"--kl-probe-step must be above 0 and finite, got {probe_step}.")
     ahead, behind = (_usable(float(kl), "the KL of a probe step") for kl in (kl_ahead, kl_behind))
     return (ahead + behind) / (2.0 * probe_step**2)
+
+
+def differences_within(budget: float, measure_kl: Callable[[float], float], *, start: float) -> float:
+    """q by central differences at the longest step, from `start` down, whose own KL is well inside the budget.
+
+    A step whose KL is above the budget measures a curvature that the step to be taken never sees. The error of a central
+    difference falls with the square of the step, that is, with the KL measured there.
+
+    Args:
+        budget: KL that the step may have, nats.
+        measure_kl: alpha (of either sign) -> mean KL.
+        start: the first alpha tried.
+
+    Raises:
+        StepControlError: a KL is not finite or negative, or after PROBE_TRIES steps none is inside.
+    """
+    size = start
+    for _ in range(PROBE_TRIES):
+        rate = rate_from_kl(measure_kl(size), measure_kl(-size), size)
+        if rate * size**2 <= PROBE_SHARE * budget:
+            return rate
+        size = min(size / 2, math.sqrt(0.5 * PROBE_SHARE * budget / rate))
+    raise StepControlError(
+        f"The step is refused: at alpha {size:g} the measured KL is still above {PROBE_SHARE:g} of the budget {budget:g}."
+    )
 
 
 def choose_alpha(rate: float, budget: float, *, alpha_max: float = 3.0) -> float:

@@ -8,13 +8,15 @@ model's products are those of W - step D.
     scope "response"   the prompt's state stays as captured; only the responses' pass moves
     scope "full"       the prompt is captured again with the moved weights: what a step really does, at its price
 
-Every rank of the world calls every method; replicas without a group contribute no context. Experts choose anew at moved
-weights, as they will after the step.
+A probe reads responses of one or several groups (--kl-probe-prompts): how far a direction moves the policy differs between
+prompts by orders of magnitude, so that q of a single one is a noisy guide where a step has many. Every rank of the world
+calls every method with the groups of its replica; replicas without a group contribute no context. Experts choose anew at
+moved weights, as they will after the step.
 
 Left out: which step follows from q.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -24,7 +26,7 @@ from torch.autograd import forward_ad
 
 from longstraw.adapters.decoder import hidden_of_own_rows, own_output_weight
 from longstraw.optim.config import LograConfig
-from longstraw.optim.step_control import StepControlError, kl_rate, rate_from_kl, sum_kl, sum_logit_variance
+from longstraw.optim.step_control import StepControlError, differences_within, kl_rate, sum_kl, sum_logit_variance
 from longstraw.segments import Segment, SegmentState, own_columns
 from longstraw.transaction.group import PromptGroup
 from longstraw.transaction.step import Step
@@ -52,48 +54,49 @@ class KlProbe:
     def __init__(self, step: Step, config: LograConfig, moved: Moved, sum_group: dist.ProcessGroup):
         self.step, self.engine, self.config, self.moved, self.sum_group = step, step.engine, config, moved, sum_group
 
-    def open(self, group: PromptGroup | None) -> ProbedPolicy:
-        """The policy at the present weights. group: of this replica, with its prompt's state alive.
+    def open(self, groups: Sequence[PromptGroup]) -> ProbedPolicy:
+        """The policy at the present weights. groups: of this replica, their prompts' states alive.
 
-        Under scope "full" the state is given up: other weights leave another one.
+        Under scope "full" the states are given up: other weights leave others.
         """
-        hidden = [] if group is None else self._run(group, group.state)
+        hidden = [rows for group, count in self._share(groups) for rows in self._run(group, group.state, count)]
         self.engine.finish_phase()
-        if group is not None and self.config.kl_probe_scope == "full":
-            group.state = None
+        if self.config.kl_probe_scope == "full":
+            for group in groups:
+                group.state = None
         own = torch.tensor(float(sum(len(h) for h in hidden)), device=self._device, dtype=torch.float64)
         dist.all_reduce(own, group=self.sum_group)
         return ProbedPolicy(hidden, int(own))
 
-    def measure_rate(self, base: ProbedPolicy, group: PromptGroup | None, eta: float) -> float:
+    def measure_rate(self, base: ProbedPolicy, groups: Sequence[PromptGroup], eta: float, *, budget: float) -> float:
         """q: the KL per squared alpha, in nats a context. eta: the length of a step at alpha 1.
 
-        Raises StepControlError where it is not finite, or where no rank has a context: nothing would bound the step.
+        budget: KL that the step may have; finite differences stay well inside it (`differences_within`).
+        Raises StepControlError where q is not finite, or where no rank has a context: nothing would bound the step.
         """
         if not base.contexts:
             raise StepControlError("The step is refused: there is no response to probe.")
         if self.config.kl_probe == "jvp":
-            return self._rate_by_derivatives(base, group, eta)
-        size = self.config.kl_probe_step
-        ahead = self.measure_kl(base, group, size * eta)
-        behind = self.measure_kl(base, group, -size * eta)
-        return rate_from_kl(ahead, behind, size)
+            return self._rate_by_derivatives(base, groups, eta)
+        return differences_within(
+            budget, lambda alpha: self.measure_kl(base, groups, alpha * eta), start=self.config.kl_probe_step
+        )
 
-    def measure_kl(self, base: ProbedPolicy, group: PromptGroup | None, step: float = 0.0) -> float:
+    def measure_kl(self, base: ProbedPolicy, groups: Sequence[PromptGroup], step: float = 0.0) -> float:
         """Mean KL(base || the policy at W - step D) over the contexts, nats; step 0: at the weights as they are now."""
         with self.moved(step):
-            hidden = self._run_moved(group)
+            hidden = self._run_moved(groups)
             self.engine.finish_phase()
         total = self._sum(sum_kl, [(mine, other) for mine, other in zip(base.hidden, hidden)])
         return total / max(base.contexts, 1)
 
-    def _rate_by_derivatives(self, base: ProbedPolicy, group: PromptGroup | None, eta: float) -> float:
+    def _rate_by_derivatives(self, base: ProbedPolicy, groups: Sequence[PromptGroup], eta: float) -> float:
         pairs = []
         # Compiled functions (Megatron fuses small ones so) drop tangents without a word.
         with torch.compiler.set_stance("force_eager"), forward_ad.dual_level():
             zero = torch.zeros((), dtype=self._wide, device=self._device)
             with self.moved(forward_ad.make_dual(zero, torch.full_like(zero, eta))):
-                hidden = self._run_moved(group)
+                hidden = self._run_moved(groups)
                 self.engine.finish_phase()
             for value in hidden:
                 primal, tangent = forward_ad.unpack_dual(value)
@@ -101,17 +104,25 @@ class KlProbe:
         total = self._sum(sum_logit_variance, pairs)
         return kl_rate(total, base.contexts, temperature=self.engine.temperature)
 
-    def _run_moved(self, group: PromptGroup | None) -> list[torch.Tensor]:
-        if group is None:
-            return []
-        state = group.state if self.config.kl_probe_scope == "response" else self.step.capture(group.prompt)
-        return self._run(group, state)
+    def _share(self, groups: Sequence[PromptGroup]) -> list[tuple[PromptGroup, int]]:
+        """Each group that is probed, with how many of its responses: --kl-probe-responses dealt out among them."""
+        total, ways = self.config.kl_probe_responses, len(groups)
+        shares = [(group, len(range(place, total, ways))) for place, group in enumerate(reversed(groups))]
+        return [(group, count) for group, count in shares if count]
+
+    def _run_moved(self, groups: Sequence[PromptGroup]) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for group, count in self._share(groups):
+            state = group.state if self.config.kl_probe_scope == "response" else self.step.capture(group.prompt)
+            found += self._run(group, state, count)
+        return found
 
     @torch.no_grad()
-    def _run(self, group: PromptGroup, state: SegmentState) -> list[torch.Tensor]:
-        """Hidden states [n, hidden] of this rank's rows at every context, batch by batch, block by block."""
+    def _run(self, group: PromptGroup, state: SegmentState, count: int) -> list[torch.Tensor]:
+        """Hidden states [n, hidden] of this rank's rows at every context of `count` responses, batch by batch, block by
+        block."""
         found: list[torch.Tensor] = []
-        for segment, lengths in self._segments(group):
+        for segment, lengths in self._segments(group, count):
             opened = self.engine.open_segment(segment, state)
             for block in range(len(opened.plan)):
                 hidden = self.engine.run_forward(segment, opened, block)
@@ -122,13 +133,13 @@ class KlProbe:
                 found.append(rows[positions[:, None] < lengths])
         return found
 
-    def _segments(self, group: PromptGroup) -> list[tuple[Segment, torch.Tensor]]:
+    def _segments(self, group: PromptGroup, count: int) -> list[tuple[Segment, torch.Tensor]]:
         """The probed responses, cut and padded at their ends, as many together as in a replay; with their lengths [B]."""
         config, segments, together = self.config, [], self.step.responses_together
         last = int(group.prompt[0, -1])
         cut = [
             torch.tensor([last, *sample.token_ids[:-1]][: config.kl_probe_tokens], device=self._device)
-            for sample in group.samples[: config.kl_probe_responses]
+            for sample in group.samples[:count]
         ]
         for start in range(0, len(cut), together):
             rows = cut[start : start + together]

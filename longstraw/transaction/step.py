@@ -50,7 +50,7 @@ class Step:
         self.engine, self.objective, self.dp = engine, objective, dp
         self.responses_together, self.reference, self.check_stop = responses_together, reference, check_stop
         self.fullest_state: list[LedgerEntry] = []  # the ledger when it held most
-        self.keeps_last_state = False  # whether the last group's state outlives its replay, for a probe of the step
+        self.states_kept = 0  # how many groups, from the last on, keep their states after the replay, for a probe of the step
 
     def capture(self, prompt: torch.Tensor) -> SegmentState:
         """Phase 1: the state that a prompt [1, P] leaves, under the present weights."""
@@ -95,12 +95,12 @@ class Step:
         ones, and the ratio is exactly 1.
         """
         loss, statistics, self.engine.auxiliary_loss = 0.0, None, 0.0
-        for group in groups:
+        for index, group in enumerate(groups):
             weights = compute_loss_weights(group.loss_masks(), self.objective, counts=counts)
             if group.state is None:
                 self.check_stop()
                 group.state = self.capture(group.prompt)
-            part, found = self._replay_group(group, weights, keep=self.keeps_last_state and group is groups[-1])
+            part, found = self._replay_group(group, weights, keep=index >= len(groups) - self.states_kept)
             loss += part
             for item in found:
                 statistics = item if statistics is None else statistics + item

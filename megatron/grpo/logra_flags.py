@@ -61,7 +61,7 @@ LOGRA_SWITCHES: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
     ("logra_update_ratio", "--optimizer logra with --update-step-size update-ratio or predicted-kl",
      lambda args: args.optimizer == "logra" and args.update_step_size != "learning-rate"),
     ("kl_budget kl_budget_schedule kl_alpha_max kl_probe kl_probe_scope kl_probe_tokens kl_probe_responses "
-     "kl_mismatch_weight kl_budget_floor kl_refused_step", _KL, _is_kl),
+     "kl_probe_prompts kl_mismatch_weight kl_budget_floor kl_refused_step", _KL, _is_kl),
     ("kl_budget_final kl_budget_steps", _KL + " and --kl-budget-schedule cosine",
      lambda args: _is_kl(args) and args.kl_budget_schedule == "cosine"),
     ("kl_probe_step", _KL + " and --kl-probe finite-difference",

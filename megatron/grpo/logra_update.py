@@ -4,8 +4,8 @@
     eta      length of a step at alpha 1: --logra-update-ratio ||W|| / ||D||, or --lr
     q        predicted KL at alpha 1; kappa: measured over predicted KL of the step that was taken
 
-The probe reads responses of the prompt that was replayed last, whose state is still there; so it costs passes over a few
-responses and none over the prompt (unless --kl-probe-scope full).
+The probe reads responses of the prompts that were replayed last (--kl-probe-prompts), whose states are still there; so it
+costs passes over a few responses and none over a prompt (unless --kl-probe-scope full).
 
 The mismatch, a moving average of the KL between rollout and trainer at equal weights, is taken from the budget. It is
 estimated from the sampled tokens, so a truncated rollout distribution (top-p, top-k) counts as one.
@@ -46,7 +46,7 @@ class LograUpdate:
     ):
         self.args, self.config, self.ddp, self.optimizer, self.scheduler = args, config, ddp, optimizer, scheduler
         self.groups, self.adapters, self.logra = groups, step.engine.adapters, optimizer.logra
-        self.keeps_last_state = config.update_step_size == "predicted-kl"
+        self.states_kept = config.kl_probe_prompts if config.update_step_size == "predicted-kl" else 0
         self.deltas = None
         if config.logra_delta_dir:
             self.deltas = DeltaWriter(config.logra_delta_dir, optimizer, resumed_step=resumed_step)
@@ -64,11 +64,11 @@ class LograUpdate:
         self._sum_and_check(number)
         learning_rate = self.optimizer.rates["lr"]
         rest_norm = self._prepare_rest(number)
-        group = groups[-1] if groups else None
+        probed = groups[-self.config.kl_probe_prompts :]
         try:
             direction = self.logra.prepare(self._dense_gradients())
             mismatch = self._measure_mismatch(groups)
-            chosen = self._choose_step(number, direction, group, learning_rate, mismatch)
+            chosen = self._choose_step(number, direction, probed, learning_rate, mismatch)
             figures = self._describe(direction, chosen["step"])
             if figures["update_ratio"] > 1.0:
                 raise StepControlError(
@@ -88,7 +88,7 @@ class LograUpdate:
                 self.optimizer.rest.step_with_ready_grads()
         self.scheduler.step(increment=1)
         self.optimizer.mismatch = mismatch
-        measured = self._measure_step(chosen.pop("base", None), group, chosen)
+        measured = self._measure_step(chosen.pop("base", None), probed, chosen)
         self.clear()
         written = {} if self.deltas is None else self.deltas.write()
         return figures | rest_norm | written | {"learning_rate": learning_rate, "step_refused": 0} | chosen | measured
@@ -138,7 +138,7 @@ class LograUpdate:
         return {weight.name: matrix.weight.main_grad for matrix, weight in self.optimizer.updated_model.pairs}
 
     def _choose_step(
-        self, number: int, direction: StepDirection, group: PromptGroup | None, learning_rate: float,
+        self, number: int, direction: StepDirection, probed: Sequence[PromptGroup], learning_rate: float,
         mismatch: float | None,
     ) -> dict:
         """The metrics of the choice, with "step", what D is multiplied by, and "base", the probed policy."""
@@ -154,8 +154,8 @@ class LograUpdate:
             steps=config.kl_budget_steps or max(1, self.args.train_iters - 1), schedule=config.kl_budget_schedule,
         )
         left = subtract_mismatch(budget, mismatch, floor=config.kl_budget_floor)
-        base = self.probe.open(group)
-        rate = self.probe.measure_rate(base, group, direction.eta)
+        base = self.probe.open(probed)
+        rate = self.probe.measure_rate(base, probed, direction.eta, budget=left)
         alpha = choose_alpha(rate, left, alpha_max=config.kl_alpha_max)
         return {
             "step": alpha * direction.eta, "base": base, "alpha": alpha, "kl_rate": rate, "kl_budget": left,
@@ -177,11 +177,11 @@ class LograUpdate:
         measured = (own[0] / own[1]).item()
         return update_mismatch(self.optimizer.mismatch, measured, weight=self.config.kl_mismatch_weight)
 
-    def _measure_step(self, base, group: PromptGroup | None, chosen: dict) -> dict:
+    def _measure_step(self, base, probed: Sequence[PromptGroup], chosen: dict) -> dict:
         """The KL that the step did move the policy by, at the probe's contexts."""
         if base is None:
             return {}
-        measured = self.probe.measure_kl(base, group)
+        measured = self.probe.measure_kl(base, probed)
         predicted = chosen["kl_predicted"]
         return {
             "kl_measured": measured, "kappa": measured / predicted if predicted > 0.0 else 0.0,

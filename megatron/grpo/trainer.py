@@ -245,7 +245,7 @@ class Trainer:
             self.step.score_reference(groups)
 
     def _replay(self, number: int, groups: list[PromptGroup], counts) -> ReplayResult:
-        self.step.keeps_last_state = self.update.keeps_last_state
+        self.step.states_kept = self.update.states_kept
         with self.update.accumulating(number):
             result = self.step.replay(groups, counts)
         failure = check_loss(result.loss, 0 if result.statistics is None else int(result.statistics.nan_logprobs))

@@ -23,8 +23,8 @@ from megatron.grpo.optimizer import gradients_are_finite, name_nonfinite_gradien
 class WeightUpdate(Protocol):
     """One way to update the weights."""
 
-    keeps_last_state: bool
-    """Whether `take` wants the state of the last replayed prompt alive."""
+    states_kept: int
+    """Of how many prompts, from the last replayed one back, `take` wants the states alive."""
 
     def accumulating(self, number: int) -> AbstractContextManager:
         """The block in which the backwards of step `number` (from 1) run."""
@@ -48,7 +48,7 @@ class WeightUpdate(Protocol):
 class AdamUpdate:
     """Adam over all trained weights."""
 
-    keeps_last_state = False
+    states_kept = 0
 
     def __init__(self, args: Namespace, ddp, optimizer, scheduler, groups, adapters):
         self.args, self.ddp, self.optimizer, self.scheduler = args, ddp, optimizer, scheduler

@@ -21,7 +21,7 @@ def open_probe(under, group, **changes):
     probe = replace(under, config=replace(under.config, **changes)).probe()
     step_group = prompt_group(group)
     step_group.state = probe.step.capture(group.prompt)
-    return probe, probe.open(step_group), step_group, direction.eta
+    return probe, probe.open([step_group]), [step_group], direction.eta
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen3.6", "tiny-llama"])
@@ -29,13 +29,14 @@ def test_forward_mode_equals_finite_differences(preset):
     pair = get_pair(preset)
     with sketched(pair, CONFIG) as under, lift_float64():
         probe, base, group, eta = open_probe(under, draw_group(43, (5, 17, 1), pair.vocab_size))
-        by_derivative = probe.measure_rate(base, group, eta)
+        by_derivative = probe.measure_rate(base, group, eta, budget=1e-4)
         size = 1e-3
         kl = probe.measure_kl(base, group, size * eta) + probe.measure_kl(base, group, -size * eta)
         assert base.contexts == 23
         assert by_derivative == pytest.approx(kl / (2 * size**2), rel=1e-4)
         by_difference = replace(under, config=replace(CONFIG, kl_probe="finite-difference")).probe()
-        assert by_difference.measure_rate(by_difference.open(group), group, eta) == pytest.approx(by_derivative, rel=0.01)
+        found = by_difference.measure_rate(by_difference.open(group), group, eta, budget=1e-4)
+        assert found == pytest.approx(by_derivative, rel=0.01)
 
 
 @pytest.mark.parametrize("prompt, responses", [(1, (1,)), (2, (1, 3)), (37, (9, 2))])
@@ -44,7 +45,7 @@ def test_any_sizes(prompt, responses):
     with sketched(pair, CONFIG) as under, lift_float64():
         probe, base, group, eta = open_probe(under, draw_group(prompt, responses, pair.vocab_size))
         kl = probe.measure_kl(base, group, 1e-3 * eta) + probe.measure_kl(base, group, -1e-3 * eta)
-        assert probe.measure_rate(base, group, eta) == pytest.approx(kl / 2e-6, rel=1e-3)
+        assert probe.measure_rate(base, group, eta, budget=1e-4) == pytest.approx(kl / 2e-6, rel=1e-3)
 
 
 @pytest.mark.parametrize("preset, scope", [("tiny-qwen3.6", "response"), ("tiny-llama", "full"), ("tiny-glm5.2", "response")])
@@ -54,7 +55,7 @@ def test_a_moved_pass_is_the_model_with_moved_weights(preset, scope):
     with sketched(pair, CONFIG) as under, lift_float64():
         changes = dict(kl_probe="finite-difference", kl_probe_scope=scope)
         probe, base, group, eta = open_probe(under, draw_group(43, (5, 17), pair.vocab_size), **changes)
-        assert (group.state is None) == (scope == "full")
+        assert (group[0].state is None) == (scope == "full")
         probed = probe.measure_kl(base, group, small * eta)
         under.logra.apply(small * eta)
         assert probed > 0 and probe.measure_kl(base, group) == pytest.approx(probed, rel=1e-5)
@@ -65,7 +66,7 @@ def test_the_budget_is_kept():
     pair = get_pair("tiny-qwen3.6")
     with sketched(pair, CONFIG) as under, lift_float64():
         probe, base, group, eta = open_probe(under, draw_group(43, (5, 17, 1), pair.vocab_size))
-        rate = probe.measure_rate(base, group, eta)
+        rate = probe.measure_rate(base, group, eta, budget=1e-4)
         for budget, bar in ((1e-5, 0.05), (1e-4, 0.15), (1e-3, 0.5)):
             alpha = choose_alpha(rate, budget, alpha_max=100.0)
             assert probe.measure_kl(base, group, alpha * eta) == pytest.approx(budget, rel=bar)
@@ -77,11 +78,11 @@ def test_responses_of_different_length_together(kind):
     pair = get_small_hybrid()
     with sketched(pair, replace(CONFIG, kl_probe=kind)) as under, lift_float64():
         alone, base, group, eta = open_probe(under, draw_group(9, (5, 17, 1), pair.vocab_size))
-        expected = alone.measure_rate(base, group, eta), alone.measure_kl(base, group, eta)
+        expected = alone.measure_rate(base, group, eta, budget=1e-4), alone.measure_kl(base, group, eta)
         probe = under.probe(together=3)
         base = probe.open(group)
         assert base.contexts == 23
-        found = probe.measure_rate(base, group, eta), probe.measure_kl(base, group, eta)
+        found = probe.measure_rate(base, group, eta, budget=1e-4), probe.measure_kl(base, group, eta)
         assert found == pytest.approx(expected, rel=1e-9)
 
 
@@ -97,12 +98,12 @@ def test_without_any_context_the_step_is_refused():
     pair = get_small_hybrid()
     with sketched(pair, CONFIG) as under, lift_float64():
         probe, *_ = open_probe(under, draw_group(9, (5,), pair.vocab_size))
-        base = probe.open(None)
-        assert base.contexts == 0 and probe.measure_kl(base, None, 1.0) == 0.0
+        base = probe.open([])
+        assert base.contexts == 0 and probe.measure_kl(base, [], 1.0) == 0.0
         for kind in ("jvp", "finite-difference"):
             probe.config = replace(CONFIG, kl_probe=kind)
             with pytest.raises(StepControlError, match="there is no response to probe"):
-                probe.measure_rate(base, None, 1.0)
+                probe.measure_rate(base, [], 1.0, budget=1e-4)
 
 
 def test_weights_and_products_are_as_before_a_probe():
@@ -110,9 +111,41 @@ def test_weights_and_products_are_as_before_a_probe():
     with sketched(pair, CONFIG) as under, lift_float64():
         before = {n: p.detach().clone() for n, p in pair.model.named_parameters()}
         probe, base, group, eta = open_probe(under, draw_group(9, (5,), pair.vocab_size), kl_probe="finite-difference")
-        probe.measure_rate(base, group, eta)
+        probe.measure_rate(base, group, eta, budget=1e-4)
         assert probe.measure_kl(base, group) == 0.0
         assert all(torch.equal(p, before[n]) for n, p in pair.model.named_parameters())
         with pytest.raises(ValueError, match="--kl-probe jvp cannot follow"):
             with under.model.moved(torch.zeros(())):
                 pass
+
+
+def test_probes_are_dealt_out_among_prompts():
+    """q and the KL of two prompts are the means over the contexts of both."""
+    pair = get_small_hybrid()
+    with sketched(pair, replace(CONFIG, kl_probe_responses=3, kl_probe_prompts=2)) as under, lift_float64():
+        _, _, first, eta = open_probe(under, draw_group(9, (5, 17, 1), pair.vocab_size))
+        probe = under.probe()
+        second = prompt_group(draw_group(23, (4, 3), pair.vocab_size, seed=5))
+        second.state = probe.step.capture(second.prompt)
+        groups = [second, *first]  # the last one is probed first, and has one response more
+        base = probe.open(groups)
+        assert base.contexts == 5 + 17 + 4
+        found = probe.measure_rate(base, groups, eta, budget=1e-4), probe.measure_kl(base, groups, eta)
+        sums = [0.0, 0.0]
+        for group, responses, contexts in ((first, 2, 22), ([second], 1, 4)):
+            probe.config = replace(CONFIG, kl_probe_responses=responses)
+            base = probe.open(group)
+            sums[0] += contexts * probe.measure_rate(base, group, eta, budget=1e-4)
+            sums[1] += contexts * probe.measure_kl(base, group, eta)
+        assert found == pytest.approx([value / 26 for value in sums], rel=1e-9)
+
+
+@pytest.mark.parametrize("start", [0.5, 50.0])
+def test_finite_differences_stay_within_the_budget(start):
+    """From a first step far too long they come to the derivative's q, within 1 %."""
+    pair = get_pair("tiny-qwen3.6")
+    with sketched(pair, replace(CONFIG, kl_probe_step=start)) as under, lift_float64():
+        probe, base, group, eta = open_probe(under, draw_group(43, (5, 17, 1), pair.vocab_size))
+        expected = probe.measure_rate(base, group, eta, budget=1e-5)
+        probe.config = replace(probe.config, kl_probe="finite-difference")  # which reads responses in other blocks
+        assert probe.measure_rate(probe.open(group), group, eta, budget=1e-5) == pytest.approx(expected, rel=0.01)
