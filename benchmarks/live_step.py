@@ -22,6 +22,7 @@ from longstraw.sweeps import ReplayEngine
 from longstraw.transaction.group import PromptGroup
 from longstraw.transaction.step import Step
 from megatron.grpo.arguments import Machine, parse_arguments
+from megatron.grpo.checkpointing import load_weights
 from megatron.grpo.logra import build_logra, choose_trained
 from megatron.grpo.model_setup import build_training_model, wrap_model
 from megatron.grpo.optimizer import build_optimizer, build_scheduler
@@ -51,11 +52,14 @@ class LiveStep:
     step: Step
     update: WeightUpdate
 
-    def sample_group(self, *, prompt_length: int, seed: int = 1) -> PromptGroup:
-        """A random prompt with --group-size responses that the policy samples, and advantages from random rewards."""
+    def sample_group(self, *, prompt_length: int, seed: int = 1, prompt: torch.Tensor | None = None) -> PromptGroup:
+        """--group-size responses that the policy samples, and advantages from random rewards; the prompt is `prompt` [1, P],
+        or random."""
         config, args = self.opened.config, self.opened.args
         generator = torch.Generator().manual_seed(seed)
-        prompt = torch.randint(args.vocab_size, (1, prompt_length), generator=generator).to(current_device())
+        if prompt is None:
+            prompt = torch.randint(args.vocab_size, (1, prompt_length), generator=generator)
+        prompt = prompt.to(current_device())
         state = self.step.capture(prompt)
         samples = decode_group(
             self.step.engine, prompt, state, group_size=config.objective.group_size, config=config.sampling,
@@ -80,10 +84,13 @@ class LiveStep:
         return metrics
 
 
-def open_model(flags: str, *, dtype: torch.dtype | None = None, seed: int = 1) -> OpenedModel:
+def open_model(
+    flags: str, *, dtype: torch.dtype | None = None, seed: int = 1, checkpoint: str | None = None
+) -> OpenedModel:
     """Parse the program's flags (without data) and build the model in this process alone, as its whole world.
 
-    dtype: of the weights, instead of float32; --bf16 is the program's own flag.
+    dtype: of the weights, instead of float32; --bf16 is the program's own flag. checkpoint: folder of a saved run whose
+    weights the model takes, instead of random ones.
     Raises ValueError as the program does.
     """
     argv = f"--prompt-data none --tokenizer-path none --train-iters 2 --seed {seed} {flags}".split()
@@ -93,6 +100,8 @@ def open_model(flags: str, *, dtype: torch.dtype | None = None, seed: int = 1) -
     torch.manual_seed(seed)
     seed_model_parallel(seed)
     model = build_training_model(args, groups)
+    if checkpoint is not None:
+        load_weights(checkpoint, model, groups, vocab_size=args.vocab_size)
     return OpenedModel(args=args, config=config, groups=groups, model=model if dtype is None else model.to(dtype))
 
 

@@ -11,6 +11,8 @@ gradient. Then, in float64 and in float32:
                       (--kl-probe-scope response); kappa is measured over predicted
     measured, full    the same with the prompt captured again at the moved weights
 
+With --checkpoint, --prompt-data and --tokenizer-path these are a trained policy's steps on real prompts, one a seed.
+
 The weights are put back between steps. Exit code 0 means that it was measured; it never judges.
 """
 
@@ -32,7 +34,9 @@ from longstraw.patches.float64 import lift_float64  # noqa: E402
 from longstraw.transaction.group import PromptGroup  # noqa: E402
 from longstraw.transaction.kl_probe import KlProbe  # noqa: E402
 from megatron.grpo.presets import get_preset  # noqa: E402
+from megatron.grpo.prompts import DataConfig, load_prompts  # noqa: E402
 from megatron.grpo.quiet_logs import quiet_logs  # noqa: E402
+from megatron.grpo.tokenizer import load_tokenizer  # noqa: E402
 from tools.tool_flags import check_at_least_1, check_report_path, check_seed  # noqa: E402
 from tools.tool_reports import write_report  # noqa: E402
 
@@ -53,6 +57,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--prompt-length", type=int, default=256, help="tokens of the prompt")
     add("--response-length", type=int, default=64, help="tokens of each response")
     add("--group-size", type=int, default=4, help="responses, all of them probed")
+    add("--checkpoint", metavar="DIR", help="a saved run's weights, instead of random ones")
+    add("--prompt-data", metavar="FILE", help="prompts as of the training program: seed n takes the n-th, whole")
+    add("--tokenizer-path", metavar="DIR", help="of --prompt-data")
     add("--json", default="-", metavar="PATH", help="where the report goes; - is standard output")
     args = parser.parse_args(argv)
     check_at_least_1(parser, args, ("logra_rank", "prompt_length", "response_length"))
@@ -61,6 +68,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     check_report_path(parser, args.json)
     if args.group_size < 2:
         parser.error("--group-size is at least 2: responses are compared")
+    if (args.prompt_data is None) != (args.tokenizer_path is None):
+        parser.error("--prompt-data and --tokenizer-path go together")
     for name in ("deltas", "probe_steps"):
         if not all(0.0 < value < float("inf") for value in getattr(args, name)):
             parser.error(f"--{name.replace('_', '-')} must be above 0 and finite")
@@ -81,11 +90,20 @@ def measure(args: argparse.Namespace, dtype: str, seed: int) -> dict:
         f"--kl-probe-responses {args.group_size} --prompt-chunk-size 64"
     )
     with lift_float64() if dtype == "float64" else contextlib.nullcontext():
-        live = open_update(open_model(flags, dtype=DTYPES[dtype], seed=seed))
-        group = live.sample_group(prompt_length=args.prompt_length, seed=seed)
+        live = open_update(open_model(flags, dtype=DTYPES[dtype], seed=seed, checkpoint=args.checkpoint))
+        group = live.sample_group(prompt_length=args.prompt_length, seed=seed, prompt=read_prompt(args, seed))
         live.accumulate(1, group)
         live.update.logra.reduce()
         return probe_step(args, live, group)
+
+
+def read_prompt(args: argparse.Namespace, seed: int) -> torch.Tensor | None:
+    """The seed's prompt [1, P] of --prompt-data."""
+    if args.prompt_data is None:
+        return None
+    prompts = load_prompts(args.prompt_data, DataConfig(prompt_data=args.prompt_data, tokenizer_path=args.tokenizer_path),
+                           load_tokenizer(args.tokenizer_path))  # fmt: skip
+    return torch.tensor([prompts[seed % len(prompts)].token_ids])
 
 
 def probe_step(args: argparse.Namespace, live: LiveStep, group: PromptGroup) -> dict:

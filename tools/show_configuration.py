@@ -48,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1, help="ranks of the job, all nodes together")
     parser.add_argument("--cpu", action="store_true", help="the job's machines have no GPU (default: they have)")
     own, flags = parser.parse_known_args(argv)
+    if own.ranks < 1:
+        parser.error(f"--ranks must be at least 1, got {own.ranks}")
     machine = Machine(cuda=not own.cpu, fused_adam=not own.cpu, world_size=own.ranks)
     try:
         args, config = parse_arguments(flags, machine)

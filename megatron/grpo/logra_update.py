@@ -154,6 +154,8 @@ class LograUpdate:
             steps=config.kl_budget_steps or max(1, self.args.train_iters - 1), schedule=config.kl_budget_schedule,
         )
         left = subtract_mismatch(budget, mismatch, floor=config.kl_budget_floor)
+        if direction.direction_norm == 0.0:  # every group's rewards were equal: there is no direction to choose along
+            return {"step": 0.0, "alpha": 0.0, "kl_rate": 0.0, "kl_budget": left, "kl_predicted": 0.0}
         base = self.probe.open(probed)
         rate = self.probe.measure_rate(base, probed, direction.eta, budget=left)
         alpha = choose_alpha(rate, left, alpha_max=config.kl_alpha_max)
@@ -183,10 +185,8 @@ class LograUpdate:
             return {}
         measured = self.probe.measure_kl(base, probed)
         predicted = chosen["kl_predicted"]
-        return {
-            "kl_measured": measured, "kappa": measured / predicted if predicted > 0.0 else 0.0,
-            "kl_mismatch": self.optimizer.mismatch or 0.0,
-        }
+        kappa = {"kappa": measured / predicted} if predicted > 0.0 else {}
+        return {"kl_measured": measured, "kl_mismatch": self.optimizer.mismatch or 0.0} | kappa
 
     def _describe(self, direction: StepDirection, step: float) -> dict:
         ratio = step * direction.direction_norm / direction.weight_norm if direction.weight_norm else 0.0

@@ -216,6 +216,16 @@ def check_steps_too_long(runner: Runner) -> None:
     assert [record["step_refused"] for record in records] == [1] * len(records), records
 
 
+def check_no_gradient(runner: Runner) -> None:
+    """Without a gradient there is no direction: the step has no length, and no weight moves."""
+    records = runner.run("uniform", f"{LOGRA} --reward tests/ranks/sample_reward.py:the_same")
+    for record in records:
+        assert (record["alpha"], record["kl_predicted"], record["update_ratio"]) == (0.0, 0.0, 0.0), record
+        assert record["grad_norm"] == 0.0 and "kappa" not in record, record
+    model = runner.receipt("uniform")["model"]
+    assert model["initial_weights"] == model["final_weights"]
+
+
 def check_nan(runner: Runner) -> None:
     """A NaN in a sketch of one rank: rejected on every rank by the matrix's name."""
 
@@ -259,7 +269,7 @@ def main(rank: int, ranks: int, arguments: list[str]) -> None:
     parallel_state.destroy_model_parallel()  # each run of the program makes its own
     runner = Runner(rank, ranks, Path(folder), "")
     for check in (
-        check_runs, check_masters, check_deltas, check_running_mean, check_axes, check_refused_steps,
+        check_runs, check_masters, check_deltas, check_running_mean, check_axes, check_refused_steps, check_no_gradient,
         check_steps_too_long, check_nan,
     ):
         if not only or check.__name__ in only:

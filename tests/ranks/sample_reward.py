@@ -11,3 +11,8 @@ def five_or_nothing(prompt: str, response: str, answer: str, extra: dict) -> flo
     if sum(ord(character) for character in response) % 2:
         raise ValueError("no reward for this one")
     return 5.0
+
+
+def the_same(prompt: str, response: str, answer: str, extra: dict) -> float:
+    """No response is better than another: there is nothing to learn from."""
+    return 1.0
