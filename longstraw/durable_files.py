@@ -11,3 +11,17 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def move_whole(partial: Path, path: Path) -> None:
+    """Give a completely written file its name, durably: a reader sees the old file or the new one, whole."""
+    sync_path(partial)
+    os.replace(partial, path)
+    sync_path(path.parent)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file: a reader sees the old text or the new one, whenever the writer is killed."""
+    partial = path.with_name(path.name + ".new")
+    partial.write_text(text)
+    move_whole(partial, path)

@@ -20,8 +20,9 @@ from longstraw.segments import Segment, SegmentState, response_segment
 class PromptGroup:
     """One prompt [1, P] and its sampled responses.
 
-    rewards, advantages: one a response. scored: whether it has a reward. kept: whether it takes part in the loss. old_logprobs, ref_logprobs:
-    [T] each, once scored. state: the prompt's captured state while it is alive.
+    rewards, advantages: one a response. scored: whether it has a reward; statuses, messages: why not. kept: whether it takes
+    part in the loss. old_logprobs, ref_logprobs: [T] each, once scored. state: the prompt's captured state while it is
+    alive. draw: (attempt, place) of the prompt in the step, over all replicas.
     """
 
     prompt_id: str
@@ -29,11 +30,14 @@ class PromptGroup:
     samples: list[Sample]
     rewards: list[float] = field(default_factory=list)
     scored: list[bool] = field(default_factory=list)
+    statuses: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
     kept: list[bool] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
     old_logprobs: list[torch.Tensor] | None = None
     ref_logprobs: list[torch.Tensor] | None = None
     state: SegmentState | None = None
+    draw: tuple[int, int] = (0, 0)
 
     def loss_masks(self) -> list[torch.Tensor]:
         """One [T] bool mask a response: all of its tokens, or none where it is left out."""

@@ -16,6 +16,7 @@ import copy
 import functools
 import importlib.util
 import io
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -239,6 +240,9 @@ def parse_arguments(
     refused += found
     if preset_name is None:
         raise ArgumentErrors(refused)
+    if args.rollout_only:
+        refused += [] if machine.world_size == 1 else [f"--rollout-only is one process, not {machine.world_size} ranks"]
+        machine = replace(machine, world_size=_fitting_ranks(args))
     args.rank, args.world_size = int(os.environ.get("RANK", 0)), machine.world_size
     args.local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
     args.group_query_attention = args.num_query_groups != args.num_attention_heads
@@ -250,6 +254,12 @@ def parse_arguments(
     _complete(args, config)
     _validate_with_megatron(args)
     return args, config
+
+
+def _fitting_ranks(args: argparse.Namespace) -> int:
+    """Ranks that the parallel sizes fit: --rollout-only takes the trainer's flags, whose ranks are not there."""
+    sizes = args.context_parallel_size, args.expert_model_parallel_size
+    return args.tensor_model_parallel_size * math.lcm(*sizes) if min(sizes) > 0 else 1
 
 
 def _check(args: argparse.Namespace, machine: Machine) -> list[str]:
@@ -310,7 +320,7 @@ def _complete(args: argparse.Namespace, config: TrainConfig) -> None:
 
 def _validate_with_megatron(args: argparse.Namespace) -> None:
     """Megatron's own checks and derived values, without its listing of all 800 arguments."""
-    with contextlib.redirect_stdout(io.StringIO()), _device_properties_on_cpu():
+    with contextlib.redirect_stdout(io.StringIO()), _no_device_properties(args.rollout_only):
         try:
             validate_args(args)
         except (AssertionError, ValueError, RuntimeError) as error:
@@ -318,9 +328,12 @@ def _validate_with_megatron(args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _device_properties_on_cpu():
-    """validate_args asks for the GPU generation as soon as there is parallelism; without a GPU any answer will do."""
-    if cuda_available():
+def _no_device_properties(leave_device: bool):
+    """validate_args asks for the GPU generation as soon as there is parallelism; without a GPU any answer will do.
+
+    leave_device: also where there is one, since asking would take some of its memory.
+    """
+    if cuda_available() and not leave_device:
         yield
         return
     original = torch.cuda.get_device_properties

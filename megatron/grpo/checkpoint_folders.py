@@ -12,7 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
-from longstraw.durable_files import sync_path
+from longstraw.durable_files import sync_path, write_whole
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -100,15 +100,6 @@ def commit_partial(partial: Path, folder: str | Path, iteration: int | str) -> P
 def write_tracker(folder: str | Path, iteration: int | str) -> None:
     """Name the latest checkpoint."""
     write_whole(Path(folder) / TRACKER, str(iteration))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file: a reader sees the old text or the new one, whenever the run is killed."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text)
-    sync_path(new)
-    os.replace(new, path)
-    sync_path(path.parent)
 
 
 def drop_previous(folder: str | Path, previous: int | str | None, latest: int | str, retain_interval: int) -> None:

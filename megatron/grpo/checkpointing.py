@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from longstraw.durable_files import write_whole
 from longstraw.patches.checkpoint_writer import results_in_process
 from longstraw.patches.device import cuda_means_cpu
 from longstraw.patches.lora import is_pair, silence_pairs
@@ -36,7 +37,6 @@ from megatron.grpo.arguments import resolve_preset
 from megatron.grpo.checkpoint_check import compare_shapes, model_shapes, stored_shapes
 from megatron.grpo.checkpoint_folders import (
     RELEASE, checkpoint_folder, commit_partial, drop_previous, find_checkpoint, open_partial, read_tracker,
-    write_whole,
 )
 from megatron.grpo.conversion.megatron_checkpoint import sharded_weights
 from megatron.grpo.lora import compare_pairs, describe_pairs
@@ -234,6 +234,21 @@ def load_weights(
         _fill(model, dist_checkpointing.load({"model": _weights_in(common, model)}, str(path))["model"])
     dist.barrier()
     return path
+
+
+def read_data_position(folder: str | Path, iteration: int) -> dict:
+    """Where the data stood when the checkpoint of a step was saved; no model is needed.
+
+    Raises ValueError when the checkpoint is missing or cannot be read, or says nothing of the data.
+    """
+    path, _ = find_checkpoint(folder, iteration)
+    try:
+        position = dist_checkpointing.load_common_state_dict(str(path)).get("data_position")
+    except Exception as error:  # any failure to read it is one
+        raise ValueError(f"the checkpoint {path} cannot be read: {type(error).__name__}: {error}") from error
+    if position is None:
+        raise ValueError(f"the checkpoint {path} does not say where the data stood")
+    return position
 
 
 def _weights_in(common: dict, model: torch.nn.Module) -> dict:

@@ -11,21 +11,31 @@ import math
 import torch
 import torch.distributed as dist
 
+from longstraw.transaction.commit import StepRejected, agree_on_failure
 from megatron.grpo.prompts import Prompt
-from megatron.grpo.rollouts import Rollouts
+from megatron.grpo.reward_scoring import RewardScorer
+from megatron.grpo.rewards import RewardFailure
+from megatron.grpo.samplers import ResidentSampler
 
 
-def evaluate(rollouts: Rollouts, prompts: list[Prompt], dp: dist.ProcessGroup) -> float:
+def evaluate(sampler: ResidentSampler, scorer: RewardScorer, prompts: list[Prompt], dp: dist.ProcessGroup) -> float:
     """Mean reward over `prompts`, equal on every rank; NaN where --reward-failure mask leaves none.
 
-    Raises RewardFailure under --reward-failure stop.
+    Raises StepRejected, on every rank, where one cannot score (--reward-failure stop).
     """
     own = prompts[dp.rank() :: dp.size()]
-    groups = [rollouts.sample(prompt, 1, "evaluation", keep_state=False, version=0) for prompt in own]
-    rollouts.step.engine.finish_phase()
-    if own:
-        rollouts.score(own, groups)
+    groups = [sampler.answer(prompt, 1, "evaluation", keep_state=False, version=0) for prompt in own]
+    sampler.finish()
+    failure = ""
+    try:
+        if own:
+            scorer.score(own, groups)
+    except RewardFailure as error:
+        failure = str(error)
+    failure = agree_on_failure(failure, dist.group.WORLD)
+    if failure:
+        raise StepRejected(failure)
     rewards = [reward for group in groups for reward, kept in zip(group.rewards, group.kept) if kept]
-    total = torch.tensor([sum(rewards), float(len(rewards))], dtype=torch.float64, device=rollouts.device)
+    total = torch.tensor([sum(rewards), float(len(rewards))], dtype=torch.float64, device=sampler.device)
     dist.all_reduce(total, group=dp)
     return (total[0] / total[1]).item() if total[1] else math.nan

@@ -51,7 +51,7 @@ def initialize(args: Namespace) -> ProcessGroupCollection:
     install_cpu_device_layer()
     share_gloo_device()
     _join_world(args)
-    claim_folders([args.output_dir, *([args.save] if args.save else [])])
+    claim_folders([args.output_dir, *filter(None, (args.save, args.rollout_store))])
     if dist.get_rank() == 0:
         _write_arguments(args)
     groups = initialize_groups(
@@ -96,17 +96,17 @@ def claim_folders(folders: list[str]) -> None:
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 lock = open(Path(folder) / ".lock", "w")
             except OSError as error:
-                problem = [f"{folder} cannot be written: {error}; choose another --output-dir or --save"]
+                problem = [f"{folder} cannot be written: {error}; choose another --output-dir, --save or --rollout-store"]
                 break
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                problem = [f"another run is writing to {folder}: give this one its own --output-dir and --save"]
+                problem = [f"another run is writing to {folder}: give this one its own --output-dir, --save and --rollout-store"]
                 break
             _held_folders.append(lock)
     dist.broadcast_object_list(problem, src=0)
     if problem[0]:
-        _release_folders()
+        release_folders()
         raise ValueError(problem[0])
 
 
@@ -136,9 +136,10 @@ def shut_down() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    _release_folders()
+    release_folders()
 
 
-def _release_folders() -> None:
+def release_folders() -> None:
+    """Give back what `claim_folders` holds."""
     while _held_folders:
         _held_folders.pop().close()

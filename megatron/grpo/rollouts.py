@@ -1,101 +1,120 @@
-"""Rollouts and rewards of a step: prompts in, groups with advantages out.
+"""One step's scored groups, from wherever they come: the interface that the trainer asks, and groups that are sampled now.
 
-Every rank of a model replica (tensor x context parallel) samples the same responses. Rewards run in processes of the
-replica's first rank and are broadcast to the others, so that a slow or broken verifier is met once.
+`SampledRollouts` takes prompts in their order, has a `Sampler` answer and a `RewardScorer` score them, filters whole groups,
+and leaves the step in a store where one is given. `megatron.grpo.stored_rollouts` has the groups of an earlier run.
+
+Ranks agree on every failure before the next collective, so that none waits for one that has given up.
 """
 
-from collections import Counter
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from longstraw.objectives.advantages import compute_advantages
+from longstraw.objectives.advantages import collect_groups, compute_advantages
 from longstraw.objectives.config import ObjectiveConfig
-from longstraw.rollout.config import SamplingConfig
-from longstraw.rollout.resident import decode_group
+from longstraw.transaction.commit import StepRejected, agree_on_failure
 from longstraw.transaction.group import PromptGroup
-from longstraw.transaction.step import Step
+from megatron.grpo.prompt_order import PromptOrder
 from megatron.grpo.prompts import Prompt
-from megatron.grpo.random_states import derive_seed
-from megatron.grpo.reward_pool import RewardPool
-from megatron.grpo.rewards import RewardConfig, RewardResult, RewardSample, apply_failure_policy, count_statuses
-from megatron.grpo.tokenizer import decode_response
+from megatron.grpo.reward_scoring import RewardScorer
+from megatron.grpo.rewards import RewardFailure
+from megatron.grpo.samplers import Sampler, SamplingFailure
 
 
-class Rollouts:
-    """Samples and scores groups on one model replica.
+class RolloutSource(Protocol):
+    """Where a step's groups come from."""
 
-    replica: the group of this replica's ranks (tensor x context parallel); its first rank holds the reward pool.
+    name: str
+    """resident, vllm or store: for receipts."""
+
+    def collect(self, number: int) -> list[PromptGroup]:
+        """This replica's groups of step `number`, scored and filtered, without advantages; the order of the prompts then
+        stands behind the step.
+
+        Called by every rank of the world. Raises StepRejected on all of them, or SamplingFailure on the ranks of a replica,
+        which the caller makes known to the others; UniformGroupsError where the group filter leaves no replica a group.
+        """
+
+
+class StepWriter(Protocol):
+    """Takes every step that has been sampled."""
+
+    def write(self, number: int, groups: list[PromptGroup], left_out: list[PromptGroup], before: dict, after: dict) -> str:
+        """Keep this replica's groups, with the data's position before and after the step; a sentence where that fails."""
+
+
+class SampledRollouts:
+    """Groups that are sampled and scored when they are asked for.
+
+    dp: data-parallel group. world: all ranks, which agree on failures. store: takes each step before it is trained on.
     """
 
     def __init__(
-        self, step: Step, tokenizer, sampling: SamplingConfig, rewards: RewardConfig, *, stop_ids: frozenset[int],
-        replica: dist.ProcessGroup, seed: int, device: torch.device,
+        self, sampler: Sampler, scorer: RewardScorer, *, prompts, order: PromptOrder, objective: ObjectiveConfig,
+        prompts_per_step: int, dp: dist.ProcessGroup, world: dist.ProcessGroup, device: torch.device,
+        store: StepWriter | None = None,
     ):
-        self.step, self.tokenizer, self.sampling, self.rewards = step, tokenizer, sampling, rewards
-        self.stop_ids, self.replica, self.seed, self.device = stop_ids, replica, seed, device
-        self.statuses: Counter[str] = Counter()
-        self.first_failure = ""  # how the first reward failed since `forget_failures`
-        self.pool = RewardPool(rewards) if replica.rank() == 0 else None
+        self.name = sampler.name
+        self.sampler, self.scorer, self.prompts, self.order, self.objective = sampler, scorer, prompts, order, objective
+        self.prompts_per_step, self.dp, self.world, self.device, self.store = prompts_per_step, dp, world, device, store
 
-    def close(self) -> None:
-        """End the reward processes."""
-        if self.pool is not None:
-            self.pool.close()
+    def collect(self, number: int) -> list[PromptGroup]:
+        """See `RolloutSource`."""
+        before, sampled = self.order.state_dict(), []
+        share = self._take_prompts(self.prompts_per_step)
 
-    def sample(self, prompt: Prompt, group_size: int, *draw: object, keep_state: bool, version: int) -> PromptGroup:
-        """Capture a prompt and decode `group_size` responses; `draw` names the random numbers (step, attempt, ...)."""
-        tokens = torch.tensor([prompt.token_ids], device=self.device)
-        state = self.step.capture(tokens)
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, prompt.prompt_id, *draw))
-        samples = decode_group(
-            self.step.engine, tokens, state, group_size=group_size, config=self.sampling, stop_ids=self.stop_ids,
-            generator=generator, prompt_id=prompt.prompt_id, weight_version=version, num_tokens=len(self.tokenizer),
+        def sample(missing: int, attempt: int) -> list[PromptGroup]:
+            found = self._sample(share if attempt == 0 else self._take_more_prompts(missing), number, attempt, len(share))
+            sampled.extend(found)
+            return found
+
+        groups = collect_groups(
+            sample, lambda group: [r for r, kept in zip(group.rewards, group.kept) if kept] or [0.0], len(share),
+            self.objective, sum_over_dp=sum_over(self.dp, self.device),
         )
-        return PromptGroup(prompt.prompt_id, tokens, samples, state=state if keep_state else None)
+        if self.store is not None:
+            left_out = [group for group in sampled if not any(group is kept for kept in groups)]
+            self._agree(self.store.write(number, groups, left_out, before, self.order.state_dict()))
+        return groups
 
-    def score(self, prompts: list[Prompt], groups: list[PromptGroup]) -> None:
-        """Fill in `rewards`, `scored` and `kept` of groups, from one batch of reward calls.
+    def _sample(self, prompts: list[Prompt], number: int, attempt: int, share: int) -> list[PromptGroup]:
+        # the place tells one prompt from the same one again, at an epoch's end
+        places = [self.dp.rank() + self.dp.size() * place for place in range(len(prompts))]
+        alone, failure, found = share == 1 and self.objective.group_filter == "none", "", []
+        try:
+            found = self.sampler.sample(prompts, step=number, attempt=attempt, places=places, alone=alone)
+        except SamplingFailure as error:
+            failure = str(error)
+        self.sampler.finish()
+        self._agree(failure)
+        for group, place in zip(found, places):
+            group.draw = attempt, place
+        try:
+            if found:
+                self.scorer.score(prompts, found)
+        except RewardFailure as error:
+            failure = str(error)
+        self._agree(failure)
+        return found
 
-        Raises RewardFailure, on every rank of the replica, under --reward-failure stop.
-        """
-        shared: list[list[RewardResult] | BaseException | None] = [None]
-        if self.pool is not None:
-            try:
-                shared = [self.pool.score(self._reward_samples(prompts, groups))]
-            except (RuntimeError, ValueError) as error:
-                shared = [error]
-        dist.broadcast_object_list(shared, group_src=0, group=self.replica)
-        if isinstance(shared[0], BaseException):
-            raise shared[0]
-        results = list(shared[0])
-        self.statuses.update(count_statuses(results))
-        failed = next((result for result in results if result.status != "ok"), None)
-        if failed is not None and not self.first_failure:
-            self.first_failure = f"{failed.status}: {failed.message}"
-        values, kept = apply_failure_policy(results, self.rewards.reward_failure)
-        for group in groups:
-            count = len(group.samples)
-            group.rewards, values = values[:count], values[count:]
-            group.scored, results = [result.status == "ok" for result in results[:count]], results[count:]
-            group.kept, kept = kept[:count], kept[count:]
+    def _agree(self, failure: str) -> None:
+        message = agree_on_failure(failure, self.world)
+        if message:
+            raise StepRejected(message)
 
-    def forget_failures(self) -> None:
-        """Start counting failed rewards anew."""
-        self.statuses.clear()
-        self.first_failure = ""
+    def _take_prompts(self, count: int) -> list[Prompt]:
+        """This replica's share of the next `count` prompts of the whole job."""
+        indices = self.order.take_shard(count, dp_rank=self.dp.rank(), dp_size=self.dp.size()) if count else []
+        return [self.prompts[index] for index in indices]
 
-    def _reward_samples(self, prompts: list[Prompt], groups: list[PromptGroup]) -> list[RewardSample]:
-        return [
-            RewardSample(
-                prompt=self.tokenizer.decode(prompt.token_ids),
-                response=decode_response(self.tokenizer, [t for t in sample.token_ids if t not in self.stop_ids]),
-                answer=prompt.answer, extra=prompt.extra,
-            )
-            for prompt, group in zip(prompts, groups)
-            for sample in group.samples
-        ]
+    def _take_more_prompts(self, missing: int) -> list[Prompt]:
+        """`missing` further prompts for this replica. Every replica moves on by as many as the neediest, so that all stand
+        at the same place of the data. Collective over data parallel."""
+        most = torch.tensor(missing, device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.dp)
+        return self._take_prompts(int(most) * self.dp.size())[:missing]
 
 
 def set_advantages(

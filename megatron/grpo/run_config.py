@@ -17,6 +17,7 @@ from longstraw.sweeps import SweepConfig
 from megatron.grpo.lora_config import LoraConfig
 from megatron.grpo.prompts import DataConfig
 from megatron.grpo.rewards import RewardConfig
+from megatron.grpo.rollout_config import RolloutConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ class TrainConfig:
     sweeps: SweepConfig
     logra: LograConfig
     lora: LoraConfig = LoraConfig()
+    rollouts: RolloutConfig = RolloutConfig()
 
     def __post_init__(self) -> None:
         """Refuse settings of two groups that exclude each other.
@@ -110,6 +112,7 @@ CONFIG_GROUPS = {
     "run": (RunConfig, "run"),
     "data": (DataConfig, "prompts"),
     "sampling": (SamplingConfig, "rollout"),
+    "rollouts": (RolloutConfig, "rollout source and store"),
     "rewards": (RewardConfig, "rewards"),
     "objective": (ObjectiveConfig, "objective"),
     "sweeps": (SweepConfig, "sweeps: how the exact gradient is computed"),

@@ -37,33 +37,15 @@ from megatron.grpo.model_setup import build_training_model, wrap_model
 from megatron.grpo.logra import build_logra, choose_trained
 from megatron.grpo.logra_update import LograUpdate
 from megatron.grpo.optimizer import build_optimizer, build_scheduler
-from megatron.grpo.prompt_order import PromptOrder
-from megatron.grpo.prompts import load_prompts
 from megatron.grpo.quiet_logs import quiet_logs
 from megatron.grpo.rewards import RewardFailure
-from megatron.grpo.rollouts import Rollouts
+from megatron.grpo.rollout_only import roll_out_only
+from megatron.grpo.rollout_setup import build_rollouts
+from megatron.grpo.run_data import load_run_data
 from megatron.grpo.sharding import is_expert, partition_dim
 from megatron.grpo.stop_signal import StopSignal
-from megatron.grpo.tokenizer import load_tokenizer, stop_token_ids
 from megatron.grpo.trainer import Trainer
 from megatron.grpo.weight_update import AdamUpdate, WeightUpdate
-
-
-def load_data(config, tokenizer, max_positions: int):
-    """Training and held-out prompts, reported on rank 0. Raises ValueError where a prompt leaves no room to answer."""
-    loaded = []
-    for path in (config.data.prompt_data, config.data.eval_data):
-        prompts = load_prompts(path, config.data, tokenizer) if path else []
-        if path and dist.get_rank() == 0:
-            print(prompts.report, flush=True)
-        if path and prompts.report.longest_kept + config.sampling.max_response_length > max_positions:
-            raise ValueError(
-                f"{path}: a prompt of {prompts.report.longest_kept} tokens and --max-response-length "
-                f"{config.sampling.max_response_length} exceed --max-position-embeddings {max_positions}: "
-                "set --prompt-length-limit"
-            )
-        loaded.append(prompts)
-    return loaded
 
 
 def check_host_memory(engine: ReplayEngine, longest_prompt: int) -> None:
@@ -114,7 +96,7 @@ def write_record(args, config, trainer, recorder, model, groups, *, started, ini
     """Gather every rank's share and write the receipt, the plot and the closing table (rank 0)."""
     world = dist.get_world_size()
     shares: list = [None] * world
-    counts = trainer.counts if trainer.rollouts.replica.rank() == 0 else type(trainer.counts)()
+    counts = trainer.counts if trainer.scorer.replica.rank() == 0 else type(trainer.counts)()
     state = summarize_state(dist.get_rank(), trainer.step.fullest_state)
     own = (dict(vars(counts)), state, read_peak_bytes(), count_resident_bytes(trainer, state))
     dist.all_gather_object(shares, own)
@@ -179,22 +161,7 @@ def run(args, config) -> None:
     started = now_utc()
     groups = initialize(args)
     device = current_device()
-    tokenizer = load_tokenizer(config.data.tokenizer_path)
-    if len(tokenizer) > args.vocab_size:
-        raise ValueError(
-            f"--tokenizer-path {config.data.tokenizer_path} has {len(tokenizer)} tokens, more than the {args.vocab_size} of "
-            f"--model-preset {args.model_preset}: give --vocab-size {len(tokenizer)} or more"
-        )
-    train_prompts, eval_prompts = load_data(config, tokenizer, args.max_position_embeddings)
-    if config.data.prompts_per_step > len(train_prompts):
-        raise ValueError(
-            f"--prompts-per-step {config.data.prompts_per_step} is more than the {len(train_prompts)} prompts of "
-            f"--prompt-data {config.data.prompt_data}"
-        )
-    order = PromptOrder(
-        len(train_prompts), seed=config.data.prompt_order_seed, shuffle=config.data.shuffle_prompts,
-        fingerprint=train_prompts.fingerprint,
-    )
+    data = load_run_data(args, config)
     model = build_training_model(args, groups)
     if args.optimizer == "logra":
         choose_trained(args, config.logra, model)
@@ -205,24 +172,20 @@ def run(args, config) -> None:
     resumed = load_checkpoint(args, model, optimizer, scheduler, groups)
     baseline = RewardBaseline()
     if resumed is not None and resumed.data_position is not None:
-        order.load_state_dict(resumed.data_position)
+        data.order.load_state_dict(resumed.data_position)
         baseline.load_state_dict(resumed.extra.get("reward_baseline", baseline.state_dict()))
     done = 0 if resumed is None else resumed.iteration
     stop = StopSignal(device)
     engine = ReplayEngine(
         model, config.sweeps, vocab_size=args.vocab_size, temperature=config.sampling.sampling_temperature
     )
-    check_host_memory(engine, max(p.report.longest_kept for p in (train_prompts, eval_prompts) if len(p)))
+    check_host_memory(engine, data.longest_prompt)
     step = Step(
         engine, config.objective, dp=groups.dp, responses_together=config.run.responses_per_replay,
         reference=build_reference(args, config, model, groups, resumed),
     )
     update = build_update(args, config, ddp, optimizer, scheduler, groups, step, resumed_step=done)
-    rollouts = Rollouts(
-        step, tokenizer, config.sampling, config.rewards,
-        stop_ids=frozenset(stop_token_ids(tokenizer, config.data.tokenizer_path)), replica=groups.tp_cp,
-        seed=args.seed, device=device,
-    )
+    parts = build_rollouts(args, config, data, groups, step, device, done=done)
     step.check_stop = lambda: _stop_if(stop.agreed(groups.tp_cp))
     initial_weights = checksum_weights(model)
     recorder = RunRecorder(
@@ -233,16 +196,17 @@ def run(args, config) -> None:
     def save(number: int):
         with recorder.clock.phase("save"):
             return save_checkpoint(
-                args, number, model, optimizer, scheduler, groups, data_position=order.state_dict(),
+                args, number, model, optimizer, scheduler, groups, data_position=data.order.state_dict(),
                 extra={"reward_baseline": baseline.state_dict()},
             )
 
     try:
         with recorder:
             trainer = Trainer(
-                args=args, config=config, groups=groups, update=update, step=step, rollouts=rollouts,
-                train_prompts=train_prompts, eval_prompts=list(eval_prompts[: config.run.eval_samples]),
-                order=order, recorder=recorder, stop=stop, save=save, baseline=baseline,
+                args=args, config=config, groups=groups, update=update, step=step, rollouts=parts.source,
+                scorer=parts.scorer, sampler=parts.resident,
+                eval_prompts=list(data.eval_prompts[: config.run.eval_samples]), order=data.order, recorder=recorder,
+                stop=stop, save=save, baseline=baseline,
             )
             last_step = trainer.train(done + 1)
             if last_step > done:
@@ -251,7 +215,7 @@ def run(args, config) -> None:
                     first_step=done + 1, last_step=last_step,
                 )
     finally:
-        rollouts.close()
+        parts.close()
         stop.restore()
 
 
@@ -267,6 +231,9 @@ def main() -> int:
     args, config = parse_command_line()
     quiet_logs()
     try:
+        if config.rollouts.rollout_only:
+            roll_out_only(args, config)
+            return 0
         run(args, config)
     except (ValueError, StepRejected, RewardFailure, UniformGroupsError) as error:
         print(f"train: rank {os.environ.get('RANK', 0)}: {error}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """The training loop: one GRPO step after another, each a transaction that commits whole or changes nothing.
 
-A step: sample groups and score them, score the reference, count what the loss is divided by, replay every group under
+A step: get scored groups from where they come, score the reference, count what the loss is divided by, replay every group under
 autograd, and let the weight update sum the gradient across ranks once, check it and move the weights. A phase that fails or is stopped on
 one rank is rolled back on all: between two collectives over the whole world, ranks agree on the outcome.
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from longstraw.memory_meter import read_peak_bytes, reset_peak_bytes
-from longstraw.objectives.advantages import RewardBaseline, UniformGroupsError, collect_groups
+from longstraw.objectives.advantages import RewardBaseline, UniformGroupsError
 from longstraw.objectives.losses import LossStatistics, all_reduce_loss_statistics
 from longstraw.receipts.recorder import RunRecorder
 from longstraw.transaction.commit import StepRejected, StepSnapshot, agree_on_failure, check_loss
@@ -26,9 +26,11 @@ from megatron.grpo.evaluation import evaluate
 from megatron.grpo.prompt_order import PromptOrder
 from megatron.grpo.prompts import Prompt
 from megatron.grpo.random_states import collect_random_states, restore_random_states
+from megatron.grpo.reward_scoring import RewardScorer
 from megatron.grpo.rewards import RewardFailure
-from megatron.grpo.rollouts import Rollouts, set_advantages, sum_over
+from megatron.grpo.rollouts import RolloutSource, set_advantages
 from megatron.grpo.run_config import TrainConfig
+from megatron.grpo.samplers import ResidentSampler, SamplingFailure
 from megatron.grpo.stop_signal import StopSignal
 from megatron.grpo.weight_update import WeightUpdate
 
@@ -56,21 +58,22 @@ class TokenCounts:
 class Trainer:
     """Runs steps on this rank, in step with all others.
 
-    save: called as save(step) to write a checkpoint. baseline: what rewards are compared with under running_mean.
+    rollouts: gives each step's groups, and moves `order` on. sampler: for evaluations. save: called as save(step) to write a
+    checkpoint. baseline: what rewards are compared with under running_mean.
     """
 
     def __init__(
-        self, *, args, config: TrainConfig, groups, update: WeightUpdate, step: Step, rollouts: Rollouts,
-        train_prompts, eval_prompts: list[Prompt], order: PromptOrder, recorder: RunRecorder, stop: StopSignal,
-        save: Callable[[int], object], baseline: RewardBaseline,
+        self, *, args, config: TrainConfig, groups, update: WeightUpdate, step: Step, rollouts: RolloutSource,
+        scorer: RewardScorer, sampler: ResidentSampler, eval_prompts: list[Prompt], order: PromptOrder,
+        recorder: RunRecorder, stop: StopSignal, save: Callable[[int], object], baseline: RewardBaseline,
     ):
         self.args, self.config, self.groups, self.update = args, config, groups, update
-        self.step, self.rollouts = step, rollouts
-        self.train_prompts, self.eval_prompts, self.order = train_prompts, eval_prompts, order
+        self.step, self.rollouts, self.scorer, self.sampler = step, rollouts, scorer, sampler
+        self.eval_prompts, self.order = eval_prompts, order
         self.recorder, self.stop, self.save, self.baseline = recorder, stop, save, baseline
         self.rewards: list[float] = []  # of this replica's responses of the step that take part
         self.world = dist.group.WORLD
-        self.device = rollouts.device
+        self.device = sampler.device
         self.counts = TokenCounts()
         self.started = time.perf_counter()
 
@@ -127,11 +130,11 @@ class Trainer:
     def _evaluate_if(self, wanted: bool) -> float | None:
         if not (wanted and self.eval_prompts):
             return None
-        self.rollouts.forget_failures()
-        value = self._phase("evaluate", lambda: evaluate(self.rollouts, self.eval_prompts, self.groups.dp))
+        self.scorer.forget_failures()
+        value = self._phase("evaluate", lambda: evaluate(self.sampler, self.scorer, self.eval_prompts, self.groups.dp))
         failed = int(sum(self._failed_rewards()))
         if failed:
-            self.recorder.console.say(f"evaluation: {failed} rewards failed, the first: {self.rollouts.first_failure}")
+            self.recorder.console.say(f"evaluation: {failed} rewards failed, the first: {self.scorer.first_failure}")
         return None if math.isnan(value) else value
 
     def _evaluate_after(self, wanted: bool) -> tuple[float | None, StepRejected | None]:
@@ -156,7 +159,7 @@ class Trainer:
             (lambda: collect_random_states({}), lambda states: restore_random_states(states, {})),
             (self.baseline.state_dict, self.baseline.load_state_dict),
         )
-        self.rollouts.forget_failures()
+        self.scorer.forget_failures()
         try:
             groups = self._phase("rollout", lambda: self._roll_out(number))
             self._phase("reference", lambda: self._score_reference(groups))
@@ -184,10 +187,10 @@ class Trainer:
                 value = work()
             except StepInterrupted:
                 message = "stop"
-            except (StepRejected, RewardFailure) as error:
+            except (StepRejected, RewardFailure, SamplingFailure) as error:
                 message = str(error)
             self.step.engine.finish_phase()
-            stopped = self.stop.agreed(self.rollouts.replica)  # asked on every rank, also where the work has failed
+            stopped = self.stop.agreed(self.scorer.replica)  # asked on every rank, also where the work has failed
             message = message or ("stop" if stopped else "")
             message = agree_on_failure(message, self.world)
         if message == "stop":
@@ -197,48 +200,14 @@ class Trainer:
         return value
 
     def _roll_out(self, number: int) -> list[PromptGroup]:
-        """Sample, score and filter this replica's groups of the step, and give them advantages."""
-        dp, objective = self.groups.dp, self.config.objective
-        share = self._take_prompts(self.config.data.prompts_per_step)
-        keep_state = len(share) == 1 and self.step.reference is None and objective.group_filter == "none"
-
-        def sample(missing: int, attempt: int) -> list[PromptGroup]:
-            prompts = share if attempt == 0 else self._take_more_prompts(missing)
-            found = [
-                self.rollouts.sample(  # the place tells one prompt from the same one again, at an epoch's end
-                    prompt, objective.group_size, number, attempt, dp.rank() + dp.size() * place, keep_state=keep_state,
-                    version=number - 1,
-                )
-                for place, prompt in enumerate(prompts)
-            ]
-            self.step.engine.finish_phase()
-            if found:
-                self.rollouts.score(prompts, found)
-            return found
-
-        groups = collect_groups(
-            sample, lambda group: [r for r, kept in zip(group.rewards, group.kept) if kept] or [0.0], len(share),
-            objective, sum_over_dp=sum_over(dp, self.device),
-        )
+        """This replica's scored groups of the step, with advantages."""
+        groups, objective = self.rollouts.collect(number), self.config.objective
         self.rewards = [reward for group in groups for reward, kept in zip(group.rewards, group.kept) if kept]
         for group in groups:
             set_advantages(
                 group, objective, mask_truncated=self.config.run.mask_truncated, baseline=self.baseline.value
             )
         return groups
-
-    def _take_prompts(self, count: int) -> list[Prompt]:
-        """This replica's share of the next `count` prompts of the whole job."""
-        dp = self.groups.dp
-        indices = self.order.take_shard(count, dp_rank=dp.rank(), dp_size=dp.size()) if count else []
-        return [self.train_prompts[index] for index in indices]
-
-    def _take_more_prompts(self, missing: int) -> list[Prompt]:
-        """`missing` further prompts for this replica. Every replica moves on by as many as the neediest, so that all stand
-        at the same place of the data. Collective over data parallel."""
-        most = torch.tensor(missing, device=self.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.groups.dp)
-        return self._take_prompts(int(most) * self.groups.dp.size())[:missing]
 
     def _score_reference(self, groups: list[PromptGroup]) -> None:
         if self.step.reference is not None:
@@ -287,7 +256,7 @@ class Trainer:
         """Say on the console how many rewards of this replica failed, and how the first one did."""
         failed = int(sum(self._failed_rewards()))
         if failed:
-            self.recorder.console.say(f"step {number}: {failed} rewards failed, the first: {self.rollouts.first_failure}")
+            self.recorder.console.say(f"step {number}: {failed} rewards failed, the first: {self.scorer.first_failure}")
 
     def _statistics_or_zero(self, result: ReplayResult | None) -> LossStatistics:
         zero = torch.zeros((), device=self.device)
@@ -323,7 +292,7 @@ class Trainer:
         return largest.tolist()
 
     def _failed_rewards(self) -> list[float]:
-        return [float(self.rollouts.statuses[status]) for status in ("timeout", "error", "invalid")]
+        return [float(self.scorer.statuses[status]) for status in ("timeout", "error", "invalid")]
 
     def _roll_back(self, snapshot: StepSnapshot) -> None:
         """Leave no trace of the step: gradients cleared, random states and data position as before it."""

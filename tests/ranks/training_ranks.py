@@ -120,14 +120,14 @@ def check_signal(runner: Runner) -> None:
     """SIGTERM on one rank in the middle of step 3: rolled back, saved, and the resumed run ends where the whole one does."""
 
     def stop_in_step_3(trainer):
-        original = trainer.rollouts.score
+        original = trainer.scorer.score
 
         def score(prompts, groups):
             original(prompts, groups)
             if is_training(groups) and trainer.order.state_dict()["position"] == 3 and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        trainer.rollouts.score = score
+        trainer.scorer.score = score
 
     saved = runner.folder / "stopped-saved"
     records = runner.run("stopped", f"--save {saved} --save-interval 100", prepare=stop_in_step_3)
@@ -190,7 +190,7 @@ def check_filter_over_replicas(runner: Runner) -> None:
     seen = {}
 
     def drop_on_rank_1(trainer):
-        original, calls = trainer.rollouts.score, []
+        original, calls = trainer.scorer.score, []
 
         def score(prompts, groups):
             original(prompts, groups)
@@ -199,7 +199,7 @@ def check_filter_over_replicas(runner: Runner) -> None:
                 group.rewards = [1.0] * len(group.rewards) if first else [float(i) for i in range(len(group.rewards))]
                 calls.append([prompt.prompt_id for prompt in prompts])
 
-        trainer.rollouts.score, seen["trainer"], seen["calls"] = score, trainer, calls
+        trainer.scorer.score, seen["trainer"], seen["calls"] = score, trainer, calls
 
     flags = "--context-parallel-size 1 --prompts-per-step 2 --group-filter drop_uniform --train-iters 2 " \
             "--loss-aggregation group_constant --loss-constant 3 --no-advantage-std-normalization"
@@ -246,14 +246,14 @@ def check_failed_rewards(runner: Runner) -> None:
     assert masked["reward_errors"] > 0 and masked["reward_mean"] in (0.0, 5.0), masked
 
     def fail_in_step_2(trainer):
-        original = trainer.rollouts.score
+        original = trainer.scorer.score
 
         def score(prompts, groups):
             original(prompts, groups)
             if is_training(groups) and trainer.order.state_dict()["position"] == 2 and dist.get_rank() == 1:
                 raise RewardFailure("1 of 4 samples have no reward (--reward-failure stop)")
 
-        trainer.rollouts.score = score
+        trainer.scorer.score = score
 
     saved = runner.folder / "failed-saved"
     try:

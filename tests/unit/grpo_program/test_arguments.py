@@ -67,13 +67,18 @@ def test_every_field_of_ours_is_a_flag_and_comes_back():
     _, alone = parse("--group-size 1 --advantage-estimator running_mean --no-advantage-std-normalization "
                      "--reward-baseline-decay 0.9")  # excludes --group-filter
     assert alone.objective.group_size == 1 and alone.objective.advantage_estimator == "running_mean"
+    _, sampled = parse("--rollout-engine vllm --rollout-server ready.json --rollout-store rollouts --rollout-only "
+                       "--rollout-steps 2")
+    _, stored = parse("--rollouts-from rollouts")  # excludes sampling
     _, default = parse()
     for name, (config_class, _) in CONFIG_GROUPS.items():
         if name == "logra":  # excludes LoRA: test_logra_flags.py
             continue
         plain = getattr(default, name)
         for field in dataclasses.fields(config_class):
-            given = getattr({"lora": adapted}.get(name, alone if field.name == "reward_baseline_decay" else config), name)
+            others = {"reward_baseline_decay": alone, "rollouts_from": stored}
+            given = getattr({"lora": adapted, "rollouts": sampled}.get(name, config), name)
+            given = getattr(others[field.name], name) if field.name in others else given
             if field.name not in ("model_preset", "prompt_data", "tokenizer_path"):
                 assert getattr(given, field.name) != getattr(plain, field.name), field.name
     assert config.rewards.reward == ["exact_match", "math_verify"] and config.rewards.reward_weights == [1.0, 0.5]

@@ -1,0 +1,117 @@
+"""One rank of `test_rollout_store.py`: runs that write a rollout store, and runs that train from it.
+
+    rollout_store_ranks.py 2 RENDEZVOUS FOLDER
+"""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from training_ranks import Runner, without_measured
+
+from longstraw.rollout.store import RolloutStore
+from longstraw.transaction.commit import StepRejected
+from tests.support.ranks import fork_ranks
+
+REPLICAS = "--context-parallel-size 1 --prompts-per-step 3 --group-filter drop_uniform"
+
+
+def check_bit_for_bit(runner: Runner, name: str, flags: str) -> None:
+    """A run that samples, and one that trains from what it left: the same weights, metrics and data position."""
+    folder = runner.folder / f"{name}-store"
+    made = runner.run(f"{name}-made", f"{flags} --rollout-store {folder} --save {runner.folder}/{name}-made-ckpt")
+    plain = runner.run(f"{name}-plain", flags)
+    read = runner.run(f"{name}-read", f"{flags} --rollouts-from {folder} --save {runner.folder}/{name}-read-ckpt")
+    assert [record["step"] for record in made] == [1, 2, 3]
+    assert without_measured(made) == without_measured(plain) == without_measured(read), (made, plain, read)
+    weights = [runner.receipt(f"{name}-{kind}")["model"]["final_weights"] for kind in ("made", "plain", "read")]
+    assert len(set(weights)) == 1, weights
+    further = [
+        runner.run(f"{name}-{kind}-further", f"{flags} --load {runner.folder}/{name}-{kind}-ckpt --train-iters 4")
+        for kind in ("made", "read")
+    ]
+    assert without_measured(further[0]) == without_measured(further[1]), further
+
+
+def check_other_replicas(runner: Runner) -> None:
+    """What two replicas wrote trains one, and the other way round; sums differ in their order alone."""
+    one = "--context-parallel-size 2 --prompts-per-step 3 --group-filter drop_uniform"
+    for source, flags in (("replicas", one), ("context", "--context-parallel-size 1")):
+        made = [json.loads(line) for line in (runner.folder / f"{source}-made" / "metrics.jsonl").read_text().splitlines()]
+        (read, *_) = runner.run(f"{source}-elsewhere", f"{flags} --rollouts-from {runner.folder}/{source}-store")
+        assert read["reward_mean"] == made[0]["reward_mean"]
+        assert abs(read["grad_norm"] - made[0]["grad_norm"]) <= 1e-4 * made[0]["grad_norm"], (read, made[0])
+
+
+def check_refusals(runner: Runner) -> None:
+    """Rollouts that are not this run's, or not there, end every rank alike, with the steps before saved."""
+    store = runner.folder / "context-store"
+    for name, flags, fragment in (
+        ("warm", "--sampling-temperature 0.5", "sampled with --sampling-temperature 1.0, unlike this run's --sampling-temperature 0.5"),
+        ("seeds", "--prompt-order-seed 3", "other data (seed 0 then and 3 now)"),
+        ("whole", f"--rollout-store {store} --rollouts-from {runner.folder}/none", "samples nothing, which --rollout-store"),
+        ("fresh", f"--rollout-store {store}", "holds the rollouts of another run"),
+    ):
+        given = flags if "--rollout-store" in flags else f"{flags} --rollouts-from {store}"
+        message = failure_of(runner, f"refused-{name}", given, ValueError)
+        assert fragment in message and "\n" not in message, message
+    torn = runner.folder / "torn"
+    if dist_rank(runner) == 0:
+        shutil.copytree(store, torn)
+        path = torn / "step-000002.parquet"
+        path.write_bytes(path.read_bytes()[:-9] + b"somewhere")
+        (torn / "step-000003.json").unlink()
+    saved = runner.folder / "torn-saved"
+    message = failure_of(runner, "torn", f"--rollouts-from {torn} --save {saved} --save-interval 9", StepRejected)
+    assert "step-000002.parquet is damaged" in message, message
+    assert (saved / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
+    if dist_rank(runner) == 0:
+        shutil.copy(store / "step-000002.parquet", torn)
+    message = failure_of(runner, "short", f"--rollouts-from {torn}", StepRejected)
+    assert "holds no rollouts of step 3 (it has steps 1 to 2)" in message, message
+
+
+def check_resumed_writer(runner: Runner) -> None:
+    """A run that goes on from step 1 samples steps 2 and 3 anew and leaves a store that trains to the same weights."""
+    folder, saved = runner.folder / "resumed-store", runner.folder / "resumed-ckpt"
+    runner.run("resumed-first", f"--rollout-store {folder} --save {saved} --save-interval 1")
+    before = RolloutStore(folder).read_manifest(3)
+    runner.run("resumed-on", f"--rollout-store {folder} --load {saved} --ckpt-step 1")
+    assert RolloutStore(folder).list_steps() == [1, 2, 3] and RolloutStore(folder).read_manifest(3) == before
+    assert runner.receipt("resumed-on")["model"]["final_weights"] == runner.receipt("context-made")["model"]["final_weights"]
+
+
+def failure_of(runner: Runner, name: str, flags: str, kind: type[Exception]) -> str:
+    """The message of the exception that a run must end with, on this rank."""
+    try:
+        runner.run(name, flags)
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{name} was not refused")
+
+
+def dist_rank(runner: Runner) -> int:
+    """This rank; the world is joined, so that others wait for what rank 0 prepares at their next run."""
+    return runner.rank
+
+
+def main(rank: int, ranks: int, arguments: list[str]) -> None:
+    """Every scenario."""
+    runner = Runner(rank, ranks, Path(arguments[0]))
+    check_bit_for_bit(runner, "context", "")
+    check_bit_for_bit(runner, "replicas", REPLICAS)
+    check_other_replicas(runner)
+    check_refusals(runner)
+    check_resumed_writer(runner)
+    runner.end()
+
+
+if __name__ == "__main__":
+    fork_ranks(main)
