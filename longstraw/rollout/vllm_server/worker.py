@@ -1,0 +1,58 @@
+"""What vLLM's workers do for weight syncs: methods that vLLM adds to its worker class and calls by name on every rank.
+
+Weights come as safetensors files with the names of the Hugging Face checkpoint. They go through the model's own loader,
+as at start-up, so that whatever a rank makes of them (its part of a tensor, fused projections, a CPU's repacked matrices)
+is made again. Tensors are hashed on their way in, each on one of the ranks.
+
+Left out: applying an update to weights in place. A CPU engine has repacked them and kept no other copy, and float32
+updates of bfloat16 weights need the float32 ones; see `longstraw.rollout.host_copy`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.parallel_state import get_pp_group
+
+from longstraw.receipts.collect import checksum_tensors
+from longstraw.rollout.lifetime import die_with_parent
+
+
+class WeightWorker:
+    """Mixed into vLLM's worker on every rank."""
+
+    def follow_server(self, server: int) -> None:
+        """Die when the server dies. server: its pid. Not for a worker that runs inside the server itself."""
+        die_with_parent(server)
+
+    def open_first_step(self) -> None:
+        """Make the tensors that a later pipeline stage receives into. vLLM's CPU worker makes them in its warm-up, which it
+        leaves out where nothing is compiled, and then fails on the first step."""
+        runner = self.model_runner
+        if get_pp_group().is_first_rank or runner.intermediate_tensors is not None:
+            return
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+    def load_tensors(self, paths: list[str]) -> dict[str, str]:
+        """Load every tensor of safetensors files; returns the checksums of those that this rank hashes.
+
+        The model is no longer whole where this raises.
+        """
+        checksums: dict[str, str] = {}
+        rank, ranks = self.rank, self.parallel_config.world_size
+        self.reload_weights(weights_iterator=_read(paths, checksums, rank, ranks), is_checkpoint_format=True)
+        return checksums
+
+
+def _read(paths: list[str], checksums: dict[str, str], rank: int, ranks: int) -> Iterator[tuple[str, torch.Tensor]]:
+    place = 0
+    for path in paths:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():
+                tensor = file.get_tensor(name)
+                if place % ranks == rank:
+                    checksums[name] = checksum_tensors([(name, tensor)])
+                place += 1
+                yield name, tensor
