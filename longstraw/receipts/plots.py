@@ -47,7 +47,7 @@ def draw_rewards(axes, records: Sequence[Mapping]) -> None:
             axes.annotate(f"{rewards[index]:.2f}", (steps[index], rewards[index]), xytext=(0, 9), color=EVALUATION,
                           textcoords="offset points", ha="center", fontsize=9, fontweight="bold", zorder=4,
                           path_effects=[withStroke(linewidth=3, foreground="white")])
-    _finish(axes, "Mean reward", "step", None)
+    finish_axes(axes, "Mean reward", "step", None)
     if train or evaluations:
         axes.margins(x=0.03, y=0.12)
         axes.legend(frameon=False, loc="best", fontsize=9, labelcolor=INK)
@@ -94,7 +94,7 @@ def draw_memory(axes, receipt: Receipt) -> None:
                           ha="center", fontsize=9, color=INK, fontweight="bold")
     step = max(1, -(-len(peaks) // 16))
     axes.set_xticks(list(places)[::step], [str(rank.rank) for rank in receipt.memory][::step])
-    _finish(axes, "Peak memory by rank", "rank", unit)
+    finish_axes(axes, "Peak memory by rank", "rank", unit)
     axes.set_xlim(-0.7, max(len(peaks), 2) - 0.3)
     axes.margins(y=0.1)
     if layers:
@@ -109,10 +109,11 @@ def draw_peaks(axes, records: Sequence[Mapping]) -> None:
     divisor, unit = scale_bytes(max(peaks, default=0))
     axes.plot([record["step"] for record in records], [peak / divisor for peak in peaks], color="#1d4ed8", linewidth=2)
     axes.set_ylim(0, max(peaks, default=0) / divisor * 1.25 or 1)
-    _finish(axes, "Peak memory by step, rank 0", "step", unit)
+    finish_axes(axes, "Peak memory by step, rank 0", "step", unit)
 
 
-def _finish(axes, title: str, x_label: str, y_label: str | None) -> None:
+def finish_axes(axes, title: str, x_label: str, y_label: str | None) -> None:
+    """Title, labels and the quiet frame of every picture."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=12)
@@ -142,13 +143,7 @@ def plot_run(path: str | os.PathLike, records: Sequence[Mapping], receipt: Recei
         raise ValueError(f"no step to draw in {path}")
     if rank != 0:
         return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-    left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
+    figure, (left, right) = start_figure()
     draw_rewards(left, records)
     if receipt is not None:
         draw_memory(right, receipt)
@@ -156,6 +151,22 @@ def plot_run(path: str | os.PathLike, records: Sequence[Mapping], receipt: Recei
         draw_peaks(right, records)
     if title:
         figure.suptitle(title, x=0.012, ha="left", fontsize=10, color=FAINT)
+    save_figure(figure, path)
+
+
+def start_figure():
+    """A figure and its two axes, the left one wider."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+    return figure, figure.subplots(1, 2, width_ratios=(1.35, 1))
+
+
+def save_figure(figure, path: str | os.PathLike) -> None:
+    """Writes a PNG whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".new")
