@@ -1,0 +1,180 @@
+"""What runs in each state, and when the state is over.
+
+A stage is entered once, then asked `is_over` a few times a second; it raises StageFailed where it never will be. Programs are
+asked before the disk is: one that wrote what it was to write, and then ended, has not failed.
+"""
+
+import time
+from typing import Protocol
+
+from longstraw.rollout.topology.crew import Crew, StageFailed
+from longstraw.rollout.topology.states import Progress, State
+
+LOOK_SECONDS = 0.3
+
+
+class Job(Protocol):
+    """What is switched. Its methods are called a few times a second, and answer at once."""
+
+    last_step: int
+    uses_ray: bool
+
+    def read_progress(self) -> Progress:
+        """What lies on the disk now. Raises ValueError where that is nothing a run can go on from."""
+
+    def choose_ports(self, role: str) -> tuple[int, ...]:
+        """Ports that are free on the first host, for a role's programs on all hosts."""
+
+    def ray_answers(self, ports: tuple[int, ...]) -> bool:
+        """Whether Ray's head can be reached."""
+
+    def server_version(self) -> int | None:
+        """Version of the weights that the server serves; None while it does not answer."""
+
+    def begin_state(self, state: State, step: int) -> None:
+        """Called when a state is entered: the place to drop what no state will need again."""
+
+
+class Stage:
+    """One state, entered once."""
+
+    state: State
+
+    def __init__(self, crew: Crew, job: Job, step: int):
+        self.crew, self.job, self.step = crew, job, step
+        self._looked = 0.0
+
+    def enter(self) -> None:
+        """Start what the state runs."""
+
+    def is_over(self) -> bool:
+        """Whether the next state may be entered. Raises StageFailed."""
+        raise NotImplementedError
+
+    def progress(self) -> Progress:
+        """What lies on the disk, read seldom enough for a file system over a network."""
+        if time.monotonic() - self._looked > LOOK_SECONDS:
+            self._progress, self._looked = self.job.read_progress(), time.monotonic()
+        return self._progress
+
+    def progress_now(self) -> Progress:
+        """What lies on the disk at this moment."""
+        self._looked = 0.0
+        return self.progress()
+
+
+class Training(Stage):
+    """The trainer takes one step, from the rollouts on the disk, and saves."""
+
+    state = State.TRAINING
+
+    def enter(self) -> None:
+        self.crew.start("trainer", self.step, ports=self.job.choose_ports("trainer"), everywhere=True)
+
+    def is_over(self) -> bool:
+        return wait_for_trainer(self, f"step {self.step} was committed")
+
+    def is_written(self, progress: Progress) -> bool:
+        """Whether the disk has what the state is for."""
+        return progress.committed >= self.step
+
+
+class Exporting(Training):
+    """The trainer, still the same or started anew, writes the step's weights."""
+
+    state = State.EXPORTING
+
+    def enter(self) -> None:
+        if not self.crew.runs("trainer"):
+            super().enter()
+
+    def is_over(self) -> bool:
+        return wait_for_trainer(self, f"the weights of step {self.step} were written")
+
+    def is_written(self, progress: Progress) -> bool:
+        return progress.committed >= self.step and progress.exported
+
+
+def wait_for_trainer(stage: Training, goal: str) -> bool:
+    """Whether the trainer has written what the stage is for."""
+    try:
+        answered = stage.crew.require("trainer", goal=goal)
+    except StageFailed:
+        if stage.is_written(stage.progress_now()):
+            return True
+        raise
+    return answered and stage.is_written(stage.progress())
+
+
+class Draining(Stage):
+    """The trainer ends by itself; then everything is cleared."""
+
+    state = State.DRAINING
+    _ended = False
+
+    def is_over(self) -> bool:
+        self._ended = self._ended or self.crew.has_ended("trainer")
+        return self._ended and self.crew.clear()
+
+
+class RolloutUp(Stage):
+    """Ray, where several hosts serve together, then the server, until it answers with the right weights."""
+
+    state = State.ROLLOUT_UP
+    _ports: tuple[int, ...] = ()
+    _server_started = False
+
+    def enter(self) -> None:
+        if self.job.uses_ray:
+            self._ports = self.job.choose_ports("ray")
+            self.crew.start("ray", self.step, ports=self._ports, everywhere=True)
+        else:
+            self._start_server()
+
+    def is_over(self) -> bool:
+        if not self.crew.require("ray", "server", goal="the server answered"):
+            return False
+        if not self._server_started:
+            if self.job.ray_answers(self._ports):
+                self._start_server()
+            return False
+        version = self.job.server_version()
+        if version is not None and version != self.step - 1:
+            raise StageFailed(f"the server holds weights of version {version}, and step {self.step} needs {self.step - 1}")
+        return version is not None
+
+    def _start_server(self) -> None:
+        self._server_started = True
+        self.crew.start("server", self.step, ports=self._ports, everywhere=False)
+
+
+class Generating(Stage):
+    """The generator samples and scores the step's rollouts with the server."""
+
+    state = State.GENERATING
+
+    def enter(self) -> None:
+        self.crew.start("generator", self.step, everywhere=False)
+
+    def is_over(self) -> bool:
+        if not self.crew.require("ray", "server", goal=f"the rollouts of step {self.step} were written"):
+            return False
+        if not self.crew.has_ended("generator"):
+            return False
+        if not self.progress_now().rolled_out:
+            raise StageFailed(f"the generator ended with status 0 and left no rollouts of step {self.step}")
+        return True
+
+
+class RolloutDown(Stage):
+    """The server ends, then Ray; then everything is cleared."""
+
+    state = State.ROLLOUT_DOWN
+    _ended = False
+
+    def is_over(self) -> bool:
+        self._ended = self._ended or (self.crew.end("server") and self.crew.end("ray"))
+        return self._ended and self.crew.clear()
+
+
+STAGES = {stage.state: stage for stage in (Training, Exporting, Draining, RolloutUp, Generating, RolloutDown)}

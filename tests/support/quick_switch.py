@@ -1,0 +1,74 @@
+"""A switcher over `quick_sides`, as a program: python quick_switch.py RUN_DIR STEPS [RANK COUNT HOST:PORT]"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from longstraw.rollout.topology.command import Command
+from longstraw.rollout.topology.config import DeadlineConfig
+from longstraw.rollout.topology.gathering import choose_free_ports, split_rendezvous
+from longstraw.rollout.topology.run import run_switch
+from longstraw.rollout.topology.states import Progress
+from tests.support import quick_sides
+
+
+class QuickJob:
+    """See `longstraw.rollout.topology.stages.Job`."""
+
+    uses_ray = False
+
+    def __init__(self, folder: Path, last_step: int, leader: str):
+        self.folder, self.last_step, self.leader = folder, last_step, leader
+
+    def read_progress(self) -> Progress:
+        done = quick_sides.read_checkpoint(self.folder)["step"]
+        return Progress(
+            committed=done, exported=done == 0 or (self.folder / f"version-{done}").exists(),
+            rolled_out=(self.folder / f"rollouts-{done + 1}").exists(),
+        )
+
+    def choose_ports(self, role):
+        return choose_free_ports(self.leader, 1)
+
+    def ray_answers(self, ports):
+        raise AssertionError("no Ray here")
+
+    def server_version(self):
+        try:
+            return json.loads((self.folder / "ready.json").read_text())["weight_version"]
+        except FileNotFoundError:
+            return None
+
+    def begin_state(self, state, step):
+        pass
+
+
+def main(folder: Path, steps: int, rank: int = 0, count: int = 1, rendezvous: str = "") -> int:
+    """The switcher of one host."""
+
+    def build(site):
+        def command(role, step, ports):
+            name = "trainer" if rank == 0 else "follower"
+            arguments = [sys.executable, "-I", "-S", quick_sides.__file__, name if role == "trainer" else role]
+            return Command(
+                arguments=(*arguments, str(folder), str(step)), log=folder / f"log-{rank}", grace_seconds=2.0,
+                scratch=(folder / "ready.json",) if role == "server" else (),
+            )
+
+        return command
+
+    deadlines = DeadlineConfig(
+        **{f"{state}_seconds": 20.0 for state in ("training", "exporting", "rollout_up", "generating")},
+        draining_seconds=10.0, rollout_down_seconds=10.0, grace_seconds=3.0, rendezvous_seconds=20.0,
+        **json.loads(os.environ.get("QUICK_SWITCH", "{}")),
+    )
+    return run_switch(
+        lambda site: QuickJob(folder, steps, site.address), build, folder / "switch", deadlines, rank=rank, count=count,
+        rendezvous=split_rendezvous(rendezvous) if rendezvous else None, fingerprint=str(steps),
+    )
+
+
+if __name__ == "__main__":
+    place = [int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]] if len(sys.argv) > 3 else []
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), *place))
