@@ -5,7 +5,8 @@
 A prompt of random tokens and responses that the policy samples are replayed, so that every sketch holds a step's
 gradient. Then, in float64 and in float32:
 
-    q                 by forward mode, and by finite differences at several probe steps
+    q                 by forward mode, by finite differences at several probe steps, and by those of the program, whose
+                      step is shortened until it is inside the smallest delta
     predicted KL      delta itself: the step is alpha eta D with alpha = sqrt(delta / q), q by forward mode
     measured KL       at the same contexts, after the weights have taken that step, with the prompt's state held
                       (--kl-probe-scope response); kappa is measured over predicted
@@ -118,6 +119,8 @@ def probe_step(args: argparse.Namespace, live: LiveStep, group: PromptGroup) -> 
         opened = other.open([group])
         ahead, behind = (other.measure_kl(opened, [group], sign * size * eta) for sign in (1, -1))
         differences[size] = rate_from_kl(ahead, behind, size)
+    other = change_probe(probe, kl_probe="finite-difference")
+    within = other.measure_rate(other.open([group]), [group], eta, budget=min(args.deltas))
     steps = []
     for delta in args.deltas:
         alpha = choose_alpha(rate, delta, alpha_max=1e9)
@@ -137,6 +140,7 @@ def probe_step(args: argparse.Namespace, live: LiveStep, group: PromptGroup) -> 
         "contexts": base.contexts, "eta": eta, "rate_jvp": rate,
         "rate_finite_difference": {str(size): value for size, value in differences.items()},
         "rate_finite_difference_over_jvp": {str(size): value / rate for size, value in differences.items()},
+        "rate_by_program": within, "rate_by_program_over_jvp": within / rate,
         "rate_full": full.measure_rate(base, [group], eta, budget=max(args.deltas)), "steps": steps,
     }
 
@@ -168,6 +172,7 @@ def make_table(found: list[dict]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for one in found:
         ratios = ", ".join(f"{ratio:.4f} at {size}" for size, ratio in one["rate_finite_difference_over_jvp"].items())
+        ratios += f", {one['rate_by_program_over_jvp']:.4f} as the program does"
         lines += [
             f"| {one['dtype']} | {one['seed']} | {step['delta']:.0e} | {step['alpha']:.4g} | "
             f"{step['kl_measured']:.4e} | {step['kappa']:.4f} | {step['kl_measured_full']:.4e} | {ratios} |"

@@ -24,6 +24,7 @@ def test_the_predicted_kl_is_measured_within_five_percent_at_the_smallest_budget
     assert first["kl_predicted"] == pytest.approx(1e-5, rel=1e-9) and first["kappa"] == pytest.approx(1.0, abs=0.05)
     assert abs(first["kappa"] - 1) < abs(last["kappa"] - 1)  # the third order's share grows with the step
     assert found["rate_finite_difference_over_jvp"]["0.05"] == pytest.approx(1.0, abs=0.01)
+    assert found["rate_by_program_over_jvp"] == pytest.approx(1.0, abs=0.01)
     assert found["rate_full"] > 0 and first["kl_measured_full"] > 0
     assert make_table([{"dtype": "float64", "seed": 1} | found]).count("\n") == 4
 
