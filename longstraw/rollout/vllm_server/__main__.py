@@ -21,7 +21,7 @@ import psutil
 from longstraw.rollout.lifetime import end_tree, list_shared_files, remove_files, wait_for_end
 from longstraw.rollout.vllm_server.flags import ServerConfig, parse_config
 
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 2.0
 
 
 def set_environment(config: ServerConfig) -> None:
@@ -68,9 +68,9 @@ def main() -> int:
             from longstraw.rollout.vllm_server.engine import Engine
             from longstraw.rollout.vllm_server.service import Service
 
+            engine = Engine(config)  # first: its workers must not inherit the socket
             token = secrets.token_hex(32)
             service = Service(config.bind_address, token, end=end)
-            engine = Engine(config)
             threading.Thread(target=service.accept, daemon=True).start()
             write_ready_file(ready_file, {
                 "host": config.bind_address, "port": service.port, "token": token, "pid": os.getpid(),

@@ -52,7 +52,12 @@ class Engine:
                 version = manifest.version
                 self.checksums = {name: entry.checksum for name, entry in manifest.tensors.items()}
         arguments = config.engine_arguments(on_cpu=self.on_cpu)
-        self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        vllm_config = EngineArgs(**arguments).create_engine_config()
+        if self.on_cpu:
+            # vLLM spawns a CPU's workers, for the sake of thread binding, which is off here; forked ones need not import
+            # everything again. This process has started no compute thread yet.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        self.engine = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
         if arguments["distributed_executor_backend"] == "mp":
             self._call("follow_server", os.getpid())
         if config.pipeline_parallel_size > 1:
