@@ -1,7 +1,8 @@
 """A folder of weights that a trainer has written for whoever generates from them, and its manifest.
 
     full         a Hugging Face folder: safetensors shards, config.json
-    delta        an update: delta.safetensors (`weight_delta`), weight_map.json (`weight_map`)
+    delta        an update: delta.safetensors (`weight_delta`), weight_map.json (`weight_map`), and rest.safetensors where
+                 weights besides the matrices moved
     lora         a low-rank adapter in PEFT's format
     unchanged    nothing but the manifest: the step left the weights alone
 
@@ -14,7 +15,7 @@ Left out: writing the tensors (`weight_export`, `weight_delta`).
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -29,6 +30,7 @@ MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 DELTA_FILE = "delta.safetensors"
+REST_FILE = "rest.safetensors"
 MAP_FILE = "weight_map.json"
 _NAMES_SHOWN = 3
 
@@ -172,6 +174,29 @@ def checksum_folder(folder: str | Path) -> dict[str, str]:
         with safe_open(str(path), framework="pt") as file:
             found |= {name: checksum_tensors([(name, file.get_tensor(name))]) for name in names}
     return found
+
+
+def plan_syncs(root: str | Path, held: Collection[int], wanted: int) -> list[Path]:
+    """The folders under a trainer's --weight-sync-dir that bring an engine to version `wanted`, in order.
+
+    held: the versions that the engine can build on; none where it holds no weights. Where no chain of updates leads from
+    one of them, the engine starts from the last weights that are there whole.
+
+    Raises ValueError where the folders are not all there.
+    """
+    folders: list[Path] = []
+    version = wanted
+    while version not in held:
+        folder = version_folder(root, version)
+        try:
+            manifest = read_manifest(folder)
+        except ValueError as error:
+            raise ValueError(f"version {wanted} cannot be had from {root}: {error}") from None
+        folders.insert(0, folder)
+        if manifest.kind == "full":
+            break
+        version = manifest.base_version
+    return folders
 
 
 def compare_checksums(wanted: Mapping[str, str], found: Mapping[str, str], of: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from longstraw.rollout.config import SamplingConfig
 from longstraw.rollout.protocol import PromptRequest, Sample, WeightVersionError
+from longstraw.rollout.weight_folder import plan_syncs, read_manifest
 from longstraw.rollout.wire import Deadline, WireError, receive_message, send_message
 
 
@@ -64,6 +65,7 @@ class VllmEngine:
         """Of each prompt of the last `generate`, how many tokens were not computed but found in the prefix cache."""
 
         self._version: int | None = None
+        self._builds_on: list[int] = []
         try:
             self._connection = socket.create_connection((ready["host"], ready["port"]), timeout=call_seconds)
         except OSError as error:
@@ -126,6 +128,14 @@ class VllmEngine:
         answer = self._call("sync", self.sync_seconds, {"path": str(Path(folder).resolve()), "version": version})
         return SyncResult(**{name: answer[name] for name in ("kind", "weight_version", "bytes", "seconds")})
 
+    def follow(self, root: str | Path, version: int) -> list[SyncResult]:
+        """Bring the server to a version of a trainer's --weight-sync-dir, by as many syncs as that takes, if any.
+
+        Raises ValueError where that version cannot be had from there; and as `sync`.
+        """
+        folders = plan_syncs(root, self._builds_on, version)
+        return [self.sync(folder, read_manifest(folder).version) for folder in folders]
+
     def checksums(self) -> dict[str, str]:
         """Tensor name -> checksum of the weights that the server loaded, in the names of the Hugging Face checkpoint."""
         return self._call("checksums", self.sync_seconds, {})["checksums"]
@@ -161,7 +171,7 @@ class VllmEngine:
         if answer is None:
             raise EngineError("the rollout server hung up")
         if "weight_version" in answer:
-            self._version = answer["weight_version"]
+            self._version, self._builds_on = answer["weight_version"], answer["builds_on"]
         if answer.get("ok"):
             return answer
         kind, sentence = answer.get("kind"), f"the rollout server: {answer.get('error')}"

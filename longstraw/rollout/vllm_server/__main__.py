@@ -74,7 +74,7 @@ def main() -> int:
             threading.Thread(target=service.accept, daemon=True).start()
             write_ready_file(ready_file, {
                 "host": config.bind_address, "port": service.port, "token": token, "pid": os.getpid(),
-                "weight_version": engine.version,
+                "weight_version": engine.weights.version,
             })
             service.run(engine)
         except BaseException as error:

@@ -1,18 +1,15 @@
-"""vLLM's engine and the version of the weights that it holds.
+"""vLLM's engine: what a client's messages make it do, in the one thread that owns it.
 
-Everything here runs in one thread. A request says which version must answer; an engine that holds another, or none, refuses.
-From the moment a sync begins to touch the weights until it is complete, the engine holds none.
+A request says which version of the weights must answer; an engine that holds another, or none, refuses. A prompt's
+responses are requests of their own, each with its seed; vLLM's prefix cache computes the prompt once.
 
-Left out: the socket (`service`) and several engines behind one server.
+Left out: the socket (`service`), the weights (`weights`) and several engines behind one server.
 """
 
 import os
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
@@ -21,9 +18,9 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from longstraw.rollout.protocol import WeightVersionError
+from longstraw.rollout.host_copy import Sources
 from longstraw.rollout.vllm_server.flags import ServerConfig
-from longstraw.rollout.weight_folder import MANIFEST, check_files, compare_checksums, read_manifest, tensor_files
+from longstraw.rollout.vllm_server.weights import HeldWeights, read_start
 from longstraw.rollout.wire import Deadline
 
 _RPC_SECONDS = 120.0
@@ -42,15 +39,9 @@ class Engine:
         Raises ValueError where the folder's manifest does not fit its tensors, and whatever vLLM raises.
         """
         self.config, self.on_cpu = config, current_platform.is_cpu()
-        self.version: int | None = None
-        self.checksums: dict[str, str] = {}
-        version = config.weight_version or 0
+        version, checksums = None, {}
         if not config.await_sync:
-            if (Path(config.model) / MANIFEST).exists():
-                manifest = read_manifest(config.model)
-                check_files(config.model, manifest)
-                version = manifest.version
-                self.checksums = {name: entry.checksum for name, entry in manifest.tensors.items()}
+            version, checksums = read_start(config.model, config.weight_version or 0)
         arguments = config.engine_arguments(on_cpu=self.on_cpu)
         vllm_config = EngineArgs(**arguments).create_engine_config()
         if self.on_cpu:
@@ -62,9 +53,15 @@ class Engine:
             self._call("follow_server", os.getpid())
         if config.pipeline_parallel_size > 1:
             self._call("open_first_step")
-        if not config.await_sync:
-            self.version = version
+        self.weights = HeldWeights(
+            self.engine, self._load, dtype=arguments["dtype"], max_lora_rank=config.max_lora_rank, folder=config.model,
+            version=version, checksums=checksums,
+        )
         self._numbered = 0
+
+    def status(self) -> dict[str, Any]:
+        """What every answer says of the weights."""
+        return {"weight_version": self.weights.version, "builds_on": self.weights.builds_on}
 
     def generate(self, message: dict[str, Any], deadline: Deadline, gone: Callable[[], bool]) -> dict[str, Any]:
         """Answer a message of requests; see `longstraw.rollout.vllm_client.engine`.
@@ -72,8 +69,9 @@ class Engine:
         Raises WeightVersionError, ValueError for what vLLM does not take, LateError; nothing runs on then.
         """
         for request in message["requests"]:
-            self._require(request["weight_version"])
-        numbers: dict[str, tuple[int, int]] = {}
+            self.weights.require(request["weight_version"])
+        places: dict[str, tuple[int, int]] = {}
+        internal: list[str] = []
         outputs: list[list[RequestOutput | None]] = []
         try:
             for index, request in enumerate(message["requests"]):
@@ -81,49 +79,35 @@ class Engine:
                 for place, seed in enumerate(request["seeds"]):
                     self._numbered += 1
                     prompt = TokensPrompt(prompt_token_ids=request["token_ids"])
-                    number = self.engine.add_request(str(self._numbered), prompt, _sampling(message, seed))
-                    numbers[number] = numbers[str(self._numbered)] = (index, place)
+                    name = str(self._numbered)
+                    places[name] = (index, place)
+                    own = _sampling(message, seed)
+                    internal.append(self.engine.add_request(name, prompt, own, lora_request=self.weights.adapter))
             while self.engine.has_unfinished_requests():
                 if deadline.passed or gone():
                     raise LateError(f"not answered within {deadline.seconds:.0f} s" if deadline.passed else "nobody waits")
                 for output in self.engine.step():
-                    index, place = numbers[output.request_id]
+                    index, place = places[output.request_id]
                     outputs[index][place] = output
         except BaseException:
-            self.engine.abort_request([n for n in numbers if "-" in n] or list(numbers), internal=True)
+            self.engine.abort_request(internal, internal=True)
             raise
         return {
             "groups": [[_describe(output) for output in group] for group in outputs],
             "cached_tokens": [min(output.num_cached_tokens or 0 for output in group) for group in outputs],
-            "weight_version": self.version,
         }
 
     def sync(self, path: str, version: int) -> dict[str, Any]:
-        """Take the weights of a folder that the trainer wrote; returns bytes and seconds.
+        """See `HeldWeights.sync`."""
+        return self.weights.sync(path, version)
 
-        version: that the folder must hold. Raises ValueError: the folder is not whole or another's (nothing has changed), or
-        a tensor arrived with other bits than were written (the engine holds no weights then).
-        """
-        started = time.perf_counter()
-        manifest = read_manifest(path)
-        if manifest.version != version:
-            raise ValueError(f"{path} holds version {manifest.version}, not {version}")
-        if manifest.kind != "full":
-            raise ValueError(f"{path} is of kind {manifest.kind}, which this engine does not take")
-        files = sorted({str(file) for file in tensor_files(path).values()})
-        self.version, self.checksums = None, {}
-        found = self._load(files)
-        compare_checksums({name: entry.checksum for name, entry in manifest.tensors.items()}, found, str(path))
-        self.version, self.checksums = version, found
-        return {
-            "kind": manifest.kind, "weight_version": version, "bytes": manifest.payload_bytes,
-            "seconds": time.perf_counter() - started,
-        }
+    def checksums(self) -> dict[str, Any]:
+        """See `HeldWeights.checksums`."""
+        return {"checksums": self.weights.checksums()}
 
     def sleep(self, level: int) -> None:
         """Give up the weights (and a GPU's memory, under --enable-sleep-mode) until the next sync."""
-        self.version = None
-        self.checksums = {}
+        self.weights.drop()
         if not self.on_cpu:
             self.engine.sleep(level)
 
@@ -132,20 +116,12 @@ class Engine:
         if not self.on_cpu:
             self.engine.wake_up()
 
-    def _load(self, files: list[str]) -> dict[str, str]:
-        """Load safetensors files into every rank and forget cached prefixes; returns the checksums of what arrived."""
+    def _load(self, sources: Sources) -> dict[str, str]:
+        """Have every rank load tensors; returns their checksums."""
         found: dict[str, str] = {}
-        for part in self._call("load_tensors", files, seconds=None):
+        for part in self._call("load_tensors", sources, seconds=None):
             found |= part
-        if not self.engine.reset_prefix_cache():
-            raise RuntimeError("vLLM did not clear its prefix cache")
         return found
-
-    def _require(self, version: int) -> None:
-        if self.version is None:
-            raise WeightVersionError("the engine holds no weights: a weight sync must complete first")
-        if version != self.version:
-            raise WeightVersionError(f"the engine holds weights of version {self.version}, not {version}")
 
     def _call(self, method: str, *arguments, seconds: float | None = _RPC_SECONDS) -> list:
         return self.engine.collective_rpc(method, seconds, arguments)

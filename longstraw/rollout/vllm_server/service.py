@@ -25,7 +25,7 @@ _ANSWER_SECONDS = 120.0
 _MOST_CONNECTIONS = 16
 
 # What a client asks of the engine: method of Engine -> names of its arguments in the message.
-_CALLS = {"sync": ("path", "version"), "sleep": ("level",), "wake": ()}
+_CALLS = {"sync": ("path", "version"), "checksums": (), "sleep": ("level",), "wake": ()}
 
 
 class Service:
@@ -36,7 +36,7 @@ class Service:
         self.token, self.end = token, end
         self.listener = socket.create_server((address, 0))
         self.port = self.listener.getsockname()[1]
-        self.state = {"state": "starting", "weight_version": None}
+        self.state: dict[str, Any] = {"state": "starting"}
         self._jobs: queue.Queue[_Job] = queue.Queue()
         self._places = threading.BoundedSemaphore(_MOST_CONNECTIONS)
 
@@ -51,12 +51,12 @@ class Service:
 
     def run(self, engine) -> None:
         """Do the jobs, in the thread that made the engine; never returns."""
-        self.state = {"state": "ready", "weight_version": engine.version}
+        self.state = {"state": "ready"} | engine.status()
         while True:
             job = self._jobs.get()
-            self.state = {"state": job.message["op"], "weight_version": engine.version}
-            job.answer = _answer(engine, job)
-            self.state = {"state": "ready", "weight_version": engine.version}
+            self.state = {"state": str(job.message.get("op"))} | engine.status()
+            job.answer = _answer(engine, job) | engine.status()
+            self.state = {"state": "ready"} | engine.status()
             job.done.set()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -114,11 +114,8 @@ def _answer(engine, job: _Job) -> dict[str, Any]:
             raise TimeoutError(f"the engine was busy for all of the {job.deadline.seconds:.0f} s")
         if operation == "generate":
             return {"ok": True} | engine.generate(job.message, job.deadline, job.gone)
-        if operation == "checksums":
-            return {"ok": True, "weight_version": engine.version, "checksums": engine.checksums}
         if operation in _CALLS:
-            result = getattr(engine, operation)(*(job.message[name] for name in _CALLS[operation]))
-            return {"ok": True} | (result or {}) | {"weight_version": engine.version}
+            return {"ok": True} | (getattr(engine, operation)(*(job.message[name] for name in _CALLS[operation])) or {})
         return {"ok": False, "kind": "value", "error": f"unknown operation {operation!r}"}
     except WeightVersionError as error:
         return {"ok": False, "kind": "version", "error": str(error)}

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from safetensors import safe_open
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from longstraw.receipts.collect import checksum_tensors
 from longstraw.rollout.lifetime import die_with_parent
@@ -35,22 +36,27 @@ class WeightWorker:
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
 
-    def load_tensors(self, paths: list[str]) -> dict[str, str]:
-        """Load every tensor of safetensors files; returns the checksums of those that this rank hashes.
+    def load_tensors(self, sources: list[tuple[str, list[str] | None]]) -> dict[str, str]:
+        """Load tensors of safetensors files; returns the checksums of those that this rank hashes.
 
-        The model is no longer whole where this raises.
+        sources: (file, the names to take from it; None for all). The model is no longer whole where this raises.
         """
         checksums: dict[str, str] = {}
         rank, ranks = self.rank, self.parallel_config.world_size
-        self.reload_weights(weights_iterator=_read(paths, checksums, rank, ranks), is_checkpoint_format=True)
+        self.reload_weights(weights_iterator=_read(sources, checksums, rank, ranks), is_checkpoint_format=True)
+        for module in self.get_model().modules():
+            # An output layer whose weight is the embeddings' has loaded nothing itself; what vLLM's CPU kernels keep is a
+            # repacked copy of its own, which would go on with the old weights.
+            if isinstance(module, ParallelLMHead) and type(module.quant_method) is UnquantizedEmbeddingMethod:
+                module.quant_method.process_weights_after_loading(module)
         return checksums
 
 
-def _read(paths: list[str], checksums: dict[str, str], rank: int, ranks: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _read(sources, checksums: dict[str, str], rank: int, ranks: int) -> Iterator[tuple[str, torch.Tensor]]:
     place = 0
-    for path in paths:
+    for path, names in sources:
         with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.keys():
+            for name in file.keys() if names is None else names:
                 tensor = file.get_tensor(name)
                 if place % ranks == rank:
                     checksums[name] = checksum_tensors([(name, tensor)])

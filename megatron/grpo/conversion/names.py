@@ -12,9 +12,9 @@ Left out: the vision tower of Qwen3.5 and next-token-prediction layers (see `acc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from longstraw.rollout.row_layouts import GroupedQKV, StackedRows
 from megatron.grpo.conversion.architecture import pick_family
 from megatron.grpo.conversion.latent_architecture import has_experts, selects
-from megatron.grpo.conversion.layouts import GroupedQKV, StackedRows
 from megatron.grpo.presets import ModelPreset
 
 TEXT_PREFIX = "model."

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.grpo.conversion.layouts import GroupedQKV, StackedRows
+from longstraw.rollout.row_layouts import GroupedQKV, StackedRows
 
 
 def naive_qkv(q, k, v, *, heads, groups, head_dim, gated):
