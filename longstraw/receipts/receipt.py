@@ -1,8 +1,10 @@
-"""receipt.json: what a run did and how, complete enough to compare with another run or to be doubted in detail.
+"""A receipt: what a run, or one step of it, did and how, complete enough to compare with another or to be doubted in detail.
 
-A receipt states facts that were measured or configured; it never judges. Its JSON Schema is receipt.schema.json beside
-this file; `longstraw.receipts.collect` gathers what goes in. Left out: the metrics of each step (metrics.jsonl has them) and
-anything about a machine but its device.
+A run leaves receipts/step-NNNNNN.json for each step that it commits and receipt.json for all of them; `tools/dry_run.py`
+writes the receipt of a step that it only foresees. All have one JSON Schema, receipt.schema.json beside this file.
+
+A receipt states facts that were measured, configured or (`source` "dry_run") foreseen; it never judges.
+`longstraw.receipts.collect` gathers what goes in. Left out: anything about a machine but its device.
 """
 
 import dataclasses
@@ -19,7 +21,7 @@ from typing import Any, Literal
 
 from longstraw.receipts.schema import build_schema, validate
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Scalar = str | bool | int | float | None
 
@@ -54,6 +56,8 @@ class Versions:
 class Staleness:
     """How old the things were that a step's gradient was taken at; all zero under `exact`."""
 
+    policy: Literal["recapture", "reuse"] = "recapture"
+    """recapture: a prompt's state is made anew at the weights of each step; reuse: it may be older (stale_prefix)."""
     prefix_age_steps: int = 0
     """Largest number of optimizer steps between a prompt state's capture and its use."""
     rollout_lag_steps: int = 0
@@ -163,7 +167,12 @@ class RankMemory:
     peak_bytes: int
     """Most bytes held at any moment of the run: on CUDA by the allocator, on a CPU by the process, libraries included."""
     categories: dict[str, int]
-    """Bytes at that moment by category: weights, gradients, optimizer, prompt_state, adjoints, graph and so on."""
+    """Bytes of it by category: weights, gradients, optimizer, prompt_state, adjoints, graph and so on."""
+    host_bytes: int = 0
+    """Most bytes of state kept in host memory on purpose (pages, adjoints, masters, reference weights); the categories leave
+    them out where the device is not the host."""
+    phases: dict[str, int] = field(default_factory=dict)
+    """Most bytes held within each phase, as `peak_bytes` counts them; empty where only the whole was measured."""
 
     def __post_init__(self) -> None:
         _check_counts(self)
@@ -175,6 +184,23 @@ class RankMemory:
     def unattributed_bytes(self) -> int:
         """What no category claims."""
         return self.peak_bytes - sum(self.categories.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveUse:
+    """What one kind of exchange over one group of ranks came to, on rank 0."""
+
+    group: str
+    """Ranks that took part: tp, cp, dp, dp_cp, tp_cp, ep, world and so on; of groups over the same ranks the first named."""
+    operation: str
+    """As torch.distributed calls it: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv, barrier."""
+    calls: int
+    """How often."""
+    bytes: int
+    """Of this rank's tensors that went in, over all calls."""
+
+    def __post_init__(self) -> None:
+        _check_counts(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,8 +239,10 @@ class Results:
 class Receipt:
     """One run: what it did, on what, at what cost."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     """Version of this format."""
+    source: Literal["run", "dry_run"] = "run"
+    """run: all figures were measured; dry_run: bytes and collectives were counted on fake tensors, seconds estimated."""
     command: tuple[str, ...]
     """The program and its arguments."""
     seed: int
@@ -245,7 +273,14 @@ class Receipt:
     memory: tuple[RankMemory, ...]
     """Peak memory of each rank."""
     seconds: dict[str, float]
-    """Wall-clock seconds of rank 0 by phase, over the whole run."""
+    """Wall-clock seconds of rank 0 by phase, over all steps."""
+    phase_tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens that each phase ran through the model, over all replicas: a token counts as often as it is run forward or
+    backward. Only phases that run tokens."""
+    collectives: tuple[CollectiveUse, ...] = ()
+    """Exchanges between ranks by group and operation; empty where they were not counted."""
+    metrics: dict[str, Scalar] = field(default_factory=dict)
+    """Of the last step: loss, kl, ratio_mean, ratio_max, clip_fraction, grad_norm and whatever its metrics.jsonl line has."""
     results: Results
     """What came of it."""
     checks: tuple[Check, ...] = ()
