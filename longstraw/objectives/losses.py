@@ -24,8 +24,8 @@ KL estimators, with d = ref_t - p_t, for tokens sampled from the policy (Schulma
     k2 = d^2 / 2        biased value; derivative -d: the unbiased gradient of KL(pi || ref)
     k3 = e^d - 1 - d    unbiased, never negative; derivative 1 - e^d: the unbiased gradient of KL(ref || pi)
 
-Left out: entropy bonus, a second clip for negative advantages, corrections for a sampler that differs from the
-trained policy.
+Left out: entropy bonus, a second clip for negative advantages. Corrections for a sampler that differs from the trained
+policy are factors of these losses (`longstraw.objectives.mismatch`).
 """
 
 import math

@@ -26,14 +26,16 @@ SCHEMA_VERSION = 2
 Scalar = str | bool | int | float | None
 
 
-def _check_counts(record: Any) -> None:
-    """Holds every int and float field of a record, and the values of its dicts of numbers, to finite and >= 0."""
+def _check_counts(record: Any, *, signed: tuple[str, ...] = ()) -> None:
+    """Holds every int and float field of a record, and the values of its dicts of numbers, to finite and >= 0; those of the
+    fields in `signed` to finite."""
     for name, value in dataclasses.asdict(record).items():
         for key, number in value.items() if isinstance(value, dict) else [(None, value)]:
             if isinstance(number, (int, float)) and not isinstance(number, bool):
-                if not math.isfinite(number) or number < 0:
+                if not math.isfinite(number) or (number < 0 and name not in signed):
                     where = f"{name}[{key!r}]" if key is not None else name
-                    raise ValueError(f"receipt: {type(record).__name__}.{where} is {number}; it must be 0 or more")
+                    wanted = "finite" if name in signed else "0 or more"
+                    raise ValueError(f"receipt: {type(record).__name__}.{where} is {number}; it must be {wanted}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +268,10 @@ class Receipt:
     update: dict[str, Scalar] = field(default_factory=dict)
     """How the weights moved: `optimizer`, and under logra every setting of it, among them `kl_probe_scope`, whether a
     predicted KL moved the prompt's state with the weights (full) or held it (response)."""
+    rollout: dict[str, Scalar] = field(default_factory=dict)
+    """Where rollouts came from (`source`: resident, vllm or store; `sampled_by`: who had sampled; `store`: the folder that was
+    written or read), every setting of the mismatch, and how far the sampler was from the trainer at equal weights, over the
+    run's steps: `log_ratio_mean` (trainer minus rollout, nats a token), `log_ratio_max` (a token's largest distance), `kl`."""
     tokens: Tokens
     """How many tokens, and of what kind."""
     state: tuple[ResidentState, ...]
@@ -298,7 +304,7 @@ class Receipt:
             raise ValueError(f"receipt: memory is given for ranks {sorted(ranks)} of {self.topology.world_size}")
         if strangers := {item.rank for item in self.state} - set(ranks):
             raise ValueError(f"receipt: state is given for ranks {sorted(strangers)}, which do not exist")
-        _check_counts(self)
+        _check_counts(self, signed=("rollout",))
         validate(self.to_json(), build_schema(Receipt))
 
     def to_json(self) -> dict:

@@ -12,6 +12,7 @@ import torch
 
 from longstraw.objectives.config import ObjectiveConfig
 from longstraw.objectives.losses import LossStatistics, loss_statistics, sequence_log_ratio, token_policy_loss
+from longstraw.objectives.mismatch import MismatchStatistics, log_ratio
 from longstraw.rollout.protocol import Sample
 from longstraw.segments import Segment, SegmentState, response_segment
 
@@ -22,7 +23,8 @@ class PromptGroup:
 
     rewards, advantages: one a response. scored: whether it has a reward; statuses, messages: why not. kept: whether it takes
     part in the loss. old_logprobs, ref_logprobs: [T] each, once scored. state: the prompt's captured state while it is
-    alive. draw: (attempt, place) of the prompt in the step, over all replicas.
+    alive. draw: (attempt, place) of the prompt in the step, over all replicas. mismatch: of its trained responses, between
+    sampler and trainer, once replayed.
     """
 
     prompt_id: str
@@ -38,6 +40,7 @@ class PromptGroup:
     ref_logprobs: list[torch.Tensor] | None = None
     state: SegmentState | None = None
     draw: tuple[int, int] = (0, 0)
+    mismatch: MismatchStatistics | None = None
 
     def loss_masks(self) -> list[torch.Tensor]:
         """One [T] bool mask a response: all of its tokens, or none where it is left out."""
@@ -60,22 +63,29 @@ def split_logprobs(group: PromptGroup, indices: list[int], logprobs: torch.Tenso
     return [logprobs[row, : len(group.samples[i].token_ids)] for row, i in enumerate(indices)]
 
 
+def rollout_log_ratio(group: PromptGroup, index: int, logprobs: torch.Tensor) -> torch.Tensor:
+    """Trainer minus sampler [T] float64, of one response. logprobs: the trainer's [T], at the weights that sampled."""
+    sampled = torch.tensor(group.samples[index].logprobs, dtype=torch.float64, device=logprobs.device)
+    return log_ratio(logprobs, sampled)
+
+
 class GroupLoss:
     """The loss of a batch of responses, block by block, and its running statistics.
 
     weights: for each of the group's responses its [T] weights of the whole step (`compute_loss_weights`); padding has
     none. old, current: [T] of each response of the batch, when it was sampled and under the present weights; sequence-level
-    importance needs `current`.
+    importance needs `current`. factors: what each token's loss is multiplied with, [T] of each response of the batch.
     """
 
     def __init__(
         self, group: PromptGroup, indices: list[int], weights: list[torch.Tensor], config: ObjectiveConfig, width: int, *,
-        old: list[torch.Tensor], current: list[torch.Tensor] | None = None,
+        old: list[torch.Tensor], current: list[torch.Tensor] | None = None, factors: list[torch.Tensor] | None = None,
     ):
         self._group, self._indices, self._config = group, indices, config
         self.statistics: LossStatistics | None = None
         self._weights = self._pad([weights[i] for i in indices], width)
         self._old = self._pad(old, width)
+        self._factors = None if factors is None else self._pad(factors, width)
         refs = group.ref_logprobs
         self._ref = None if refs is None else self._pad([refs[i] for i in indices], width)
         self._sequence_log_ratios = None
@@ -99,6 +109,8 @@ class GroupLoss:
                 loss_mask=mask, ref_logprobs=None if self._ref is None else self._ref[row, columns],
                 sequence_log_ratio=None if ratios is None else ratios[row],
             )
+            if self._factors is not None:
+                weight = weight * self._factors[row, columns].to(weight.dtype)
             total = total + (weight * losses.loss).sum()
             statistics = loss_statistics(losses, mask)
             self.statistics = statistics if self.statistics is None else self.statistics + statistics

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from longstraw.objectives.config import ObjectiveConfig
 from longstraw.objectives.loss_weights import all_reduce_loss_counts, compute_loss_weights, count_loss_terms
 from longstraw.objectives.losses import LossStatistics
+from longstraw.objectives.mismatch import MismatchConfig, exceeds_bound, importance_weights, mismatch_statistics
 from longstraw.prompt_state.ledger import LedgerEntry
 from longstraw.segments import SegmentState, prompt_segment
 from longstraw.sweeps import ReplayEngine
-from longstraw.transaction.group import GroupLoss, PromptGroup, make_batches, split_logprobs
+from longstraw.transaction.group import GroupLoss, PromptGroup, make_batches, rollout_log_ratio, split_logprobs
 from longstraw.transaction.reference import ReferencePolicy
 
 
@@ -40,15 +41,18 @@ class Step:
     """One step of a policy.
 
     dp: the data-parallel group without context parallelism. responses_together: responses replayed in one batch.
-    check_stop: called between pieces of work; raises StepInterrupted on all ranks of a replica together.
+    check_stop: called between pieces of work; raises StepInterrupted on all ranks of a replica together. mismatch: what is
+    done where sampler and trainer disagree.
     """
 
     def __init__(
         self, engine: ReplayEngine, objective: ObjectiveConfig, *, dp: dist.ProcessGroup, responses_together: int = 1,
         reference: ReferencePolicy | None = None, check_stop: Callable[[], None] = lambda: None,
+        mismatch: MismatchConfig = MismatchConfig(),
     ):
         self.engine, self.objective, self.dp = engine, objective, dp
         self.responses_together, self.reference, self.check_stop = responses_together, reference, check_stop
+        self.mismatch = mismatch
         self.fullest_state: list[LedgerEntry] = []  # the ledger when it held most
         self.states_kept = 0  # how many groups, from the last on, keep their states after the replay, for a probe of the step
 
@@ -80,6 +84,27 @@ class Step:
                 group.ref_logprobs = self.score(group)
                 group.state = None
             self.engine.finish_phase()
+
+    def mask_mismatched(self, groups: list[PromptGroup]) -> int:
+        """Leave out of the loss the responses about which sampler and trainer disagree by more than the bound -> how many.
+
+        Scores every group under the present weights, from its own capture where its state is not alive; of a single group
+        the state stays alive for its replay. The scores are not kept as old log-probabilities: those of the replay itself
+        make the ratio exactly 1.
+        """
+        masked = 0
+        for group in groups:
+            if not any(group.kept):
+                continue
+            if group.state is None:
+                self.check_stop()
+                group.state = self.capture(group.prompt)
+            for index, logprobs in enumerate(self.score(group)):
+                if group.kept[index] and exceeds_bound(rollout_log_ratio(group, index, logprobs), self.mismatch):
+                    group.kept[index] = False
+                    masked += 1
+            group.state = group.state if len(groups) == 1 else None
+        return masked
 
     def count_terms(self, groups: list[PromptGroup]):
         """What the whole step's loss is divided by: collective over data parallel."""
@@ -126,9 +151,10 @@ class Step:
                 known = group.old_logprobs
                 old = current if known is None else [known[i] for i in indices]
                 scored.update(zip(indices, current))
-                made.append(
-                    GroupLoss(group, indices, weights, self.objective, segment.length, old=old, current=current)
-                )
+                factors = self._weigh_mismatch(group, indices, old)
+                made.append(GroupLoss(
+                    group, indices, weights, self.objective, segment.length, old=old, current=current, factors=factors,
+                ))
                 return made[0]
 
             loss += self.engine.score_and_replay(segment, state, make_loss)
@@ -142,6 +168,19 @@ class Step:
             self.engine.reverse_sweep(prompt_segment(group.prompt), state)
         group.state = state if keep else None
         return loss, found
+
+    def _weigh_mismatch(
+        self, group: PromptGroup, indices: list[int], old: list[torch.Tensor]
+    ) -> list[torch.Tensor] | None:
+        """The importance weights [T] of a batch's responses, if there are to be any; their mismatch goes to the group."""
+        factors = []
+        for index, logprobs in zip(indices, old):
+            ratio = rollout_log_ratio(group, index, logprobs)
+            factors.append(importance_weights(ratio, self.mismatch))
+            if group.kept[index]:
+                found = mismatch_statistics(ratio, self.mismatch)
+                group.mismatch = found if group.mismatch is None else group.mismatch + found
+        return None if self.mismatch.rollout_is == "none" else factors
 
     def _note_state(self) -> None:
         """Keep the ledger's answer where it holds the most bytes so far: after a group's replays, before its prompt's."""

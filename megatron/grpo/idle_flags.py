@@ -31,6 +31,7 @@ _SWITCHES: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
     ("override_opt_param_scheduler use_checkpoint_opt_param_scheduler", "--load, the folder of the checkpoints",
      lambda args: bool(args.load)),
     ("rollout_steps", "--rollout-only", lambda args: args.rollout_only),
+    ("rollout_is_cap", "--rollout-is token or sequence", lambda args: args.rollout_is != "none"),
     ("kl_estimator", "--kl-coefficient above 0", lambda args: args.kl_coefficient > 0),
     ("group_filter_retries", "--group-filter drop_uniform", lambda args: args.group_filter == "drop_uniform"),
     ("reward_baseline_decay", "--advantage-estimator running_mean",

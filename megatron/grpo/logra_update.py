@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from longstraw.objectives.mismatch import all_reduce_mismatch
 from longstraw.optim.config import LograConfig
 from longstraw.optim.optimizer import StepDirection
 from longstraw.optim.step_control import (
@@ -168,15 +169,11 @@ class LograUpdate:
         """The moving average with this step's KL(rollout || trainer), from the sampled tokens. Collective."""
         if self.config.update_step_size != "predicted-kl":
             return None
-        own = torch.zeros(2, dtype=torch.float64, device=next(self.ddp.module.parameters()).device)
-        for group in groups:
-            for sample, scored in zip(group.samples, group.old_logprobs or ()):
-                sampled = torch.tensor(sample.logprobs, dtype=torch.float64, device=own.device)
-                own += torch.stack([(sampled - scored.double()).sum(), own.new_tensor(float(len(sampled)))])
-        dist.all_reduce(own, group=self.groups.dp)
-        if not own[1]:
+        device = next(self.ddp.module.parameters()).device
+        found = [group.mismatch for group in groups if group.mismatch is not None]
+        measured = all_reduce_mismatch(found, self.groups.dp, device=device).estimate_kl()
+        if measured is None:
             return self.optimizer.mismatch
-        measured = (own[0] / own[1]).item()
         return update_mismatch(self.optimizer.mismatch, measured, weight=self.config.kl_mismatch_weight)
 
     def _measure_step(self, base, probed: Sequence[PromptGroup], chosen: dict) -> dict:

@@ -28,6 +28,8 @@ class RolloutSource(Protocol):
 
     name: str
     """resident, vllm or store: for receipts."""
+    sampled_by: str
+    """Who sampled: where groups come from a store, the source of the last step's."""
 
     def collect(self, number: int) -> list[PromptGroup]:
         """This replica's groups of step `number`, scored and filtered, without advantages; the order of the prompts then
@@ -56,7 +58,7 @@ class SampledRollouts:
         prompts_per_step: int, dp: dist.ProcessGroup, world: dist.ProcessGroup, device: torch.device,
         store: StepWriter | None = None,
     ):
-        self.name = sampler.name
+        self.name = self.sampled_by = sampler.name
         self.sampler, self.scorer, self.prompts, self.order, self.objective = sampler, scorer, prompts, order, objective
         self.prompts_per_step, self.dp, self.world, self.device, self.store = prompts_per_step, dp, world, device, store
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from longstraw.objectives.config import ObjectiveConfig
+from longstraw.objectives.mismatch import MismatchConfig
 from longstraw.optim.config import LograConfig
 from longstraw.rollout.config import SamplingConfig
 from longstraw.sweeps import SweepConfig
@@ -81,6 +82,7 @@ class TrainConfig:
     logra: LograConfig
     lora: LoraConfig = LoraConfig()
     rollouts: RolloutConfig = RolloutConfig()
+    mismatch: MismatchConfig = MismatchConfig()
 
     def __post_init__(self) -> None:
         """Refuse settings of two groups that exclude each other.
@@ -101,6 +103,11 @@ class TrainConfig:
             raise ValueError(
                 f"--reference-checkpoint {self.run.reference_checkpoint} is read only with --kl-coefficient above 0"
             )
+        if self.mismatch.rollout_is == "token" and self.objective.importance_level == "sequence":
+            raise ValueError(
+                "--rollout-is token would weigh the tokens of a response differently, whose ratio --importance-level sequence "
+                "takes as one: use --rollout-is sequence"
+            )
         if self.objective.logprob_chunk_tokens != self.sweeps.logprob_chunk_tokens:
             raise ValueError(
                 f"--logprob-chunk-tokens has two values: {self.objective.logprob_chunk_tokens} and "
@@ -115,6 +122,7 @@ CONFIG_GROUPS = {
     "rollouts": (RolloutConfig, "rollout source and store"),
     "rewards": (RewardConfig, "rewards"),
     "objective": (ObjectiveConfig, "objective"),
+    "mismatch": (MismatchConfig, "mismatch of rollout and trainer"),
     "sweeps": (SweepConfig, "sweeps: how the exact gradient is computed"),
     "logra": (LograConfig, "LoGRA: updates from gradient sketches, under --optimizer logra"),
     "lora": (LoraConfig, "lora: low-rank adaptation"),

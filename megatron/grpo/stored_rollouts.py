@@ -86,6 +86,7 @@ class StoredRollouts:
     """
 
     name = "store"
+    sampled_by = ""
 
     def __init__(
         self, store: RolloutStore, scorer: RewardScorer, *, order: PromptOrder, settings: Mapping, stop_ids: frozenset[int],
@@ -108,6 +109,7 @@ class StoredRollouts:
             raise SamplingFailure(read[0])
         manifest, stored = read[0]
         self.order.load_state_dict(dict(manifest.data_after))
+        self.sampled_by = manifest.source
         for group in stored:
             self.scorer.note(zip(group.statuses, group.messages))
         return [unpack(group, self.device) for group in stored if group.group_index is not None]
@@ -134,7 +136,7 @@ class ReusedRollouts:
     was on disk. For engines whose samples are worth more than the certainty that the same weights are sampled anew."""
 
     def __init__(self, stored: StoredRollouts, sampled: SampledRollouts):
-        self.stored, self.sampled, self.name = stored, sampled, sampled.name
+        self.stored, self.sampled, self.name, self.sampled_by = stored, sampled, sampled.name, sampled.name
 
     def collect(self, number: int) -> list[PromptGroup]:
         """See `megatron.grpo.rollouts.RolloutSource`."""

@@ -40,6 +40,7 @@ from megatron.grpo.optimizer import build_optimizer, build_scheduler
 from megatron.grpo.quiet_logs import quiet_logs
 from megatron.grpo.rewards import RewardFailure
 from megatron.grpo.rollout_only import roll_out_only
+from megatron.grpo.rollout_record import describe_rollouts
 from megatron.grpo.rollout_setup import build_rollouts
 from megatron.grpo.run_data import load_run_data
 from megatron.grpo.sharding import is_expert, partition_dim
@@ -124,6 +125,7 @@ def write_record(args, config, trainer, recorder, model, groups, *, started, ini
         ),
         objective=asdict(config.objective),
         update={"optimizer": args.optimizer} | (asdict(config.logra) if args.optimizer == "logra" else {}),
+        rollout=describe_rollouts(config, trainer.rollouts, records, first_step),
         tokens=Tokens(**totals),
         state=tuple(item for share in shares for item in share[1]),
         memory=tuple(RankMemory(rank=rank, peak_bytes=share[2], categories=share[3]) for rank, share in enumerate(shares)),
@@ -182,7 +184,7 @@ def run(args, config) -> None:
     check_host_memory(engine, data.longest_prompt)
     step = Step(
         engine, config.objective, dp=groups.dp, responses_together=config.run.responses_per_replay,
-        reference=build_reference(args, config, model, groups, resumed),
+        reference=build_reference(args, config, model, groups, resumed), mismatch=config.mismatch,
     )
     update = build_update(args, config, ddp, optimizer, scheduler, groups, step, resumed_step=done)
     parts = build_rollouts(args, config, data, groups, step, device, done=done)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from longstraw.memory_meter import read_peak_bytes, reset_peak_bytes
 from longstraw.objectives.advantages import RewardBaseline, UniformGroupsError
 from longstraw.objectives.losses import LossStatistics, all_reduce_loss_statistics
+from longstraw.objectives.mismatch import all_reduce_mismatch
 from longstraw.receipts.recorder import RunRecorder
 from longstraw.transaction.commit import StepRejected, StepSnapshot, agree_on_failure, check_loss
 from longstraw.transaction.group import PromptGroup
@@ -163,6 +164,7 @@ class Trainer:
         try:
             groups = self._phase("rollout", lambda: self._roll_out(number))
             self._phase("reference", lambda: self._score_reference(groups))
+            masked = self._phase("mismatch", lambda: self._mask_mismatched(groups))
             counts = self.step.count_terms(groups)
             if counts.num_tokens == 0:
                 self.recorder.console.say(f"step {number}: no response token is trained; the weights stay as they are")
@@ -170,7 +172,7 @@ class Trainer:
             else:
                 result = self._phase("replay", lambda: self._replay(number, groups, counts))
                 metrics = self._commit(number, groups, result)
-            metrics |= self._move_baseline()
+            metrics |= self._describe_mismatch(groups, masked) | self._move_baseline()
         except (StepInterrupted, StepRejected):
             self._roll_back(snapshot)
             raise
@@ -212,6 +214,20 @@ class Trainer:
     def _score_reference(self, groups: list[PromptGroup]) -> None:
         if self.step.reference is not None:
             self.step.score_reference(groups)
+
+    def _mask_mismatched(self, groups: list[PromptGroup]) -> int:
+        return 0 if self.config.mismatch.rollout_mask_above is None else self.step.mask_mismatched(groups)
+
+    def _describe_mismatch(self, groups: list[PromptGroup], masked: int) -> dict:
+        """How far sampler and trainer are apart, over all replicas. Collective over data parallel."""
+        found = [group.mismatch for group in groups if group.mismatch is not None]
+        figures = all_reduce_mismatch(found, self.groups.dp, device=self.device).means(self.config.mismatch)
+        if self.config.mismatch.rollout_mask_above is not None:
+            sampled = sum(len(group.samples) for group in groups)
+            counts = torch.tensor([masked, sampled], dtype=torch.float64, device=self.device)
+            dist.all_reduce(counts, group=self.groups.dp)
+            figures["rollout_masked_fraction"] = (counts[0] / counts[1].clamp(min=1.0)).item()
+        return figures
 
     def _replay(self, number: int, groups: list[PromptGroup], counts) -> ReplayResult:
         self.step.states_kept = self.update.states_kept

@@ -3,13 +3,11 @@
     rollout_store_ranks.py 2 RENDEZVOUS FOLDER
 """
 
+import dataclasses
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
-
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -63,7 +61,7 @@ def check_refusals(runner: Runner) -> None:
         message = failure_of(runner, f"refused-{name}", given, ValueError)
         assert fragment in message and "\n" not in message, message
     torn = runner.folder / "torn"
-    if dist_rank(runner) == 0:
+    if runner.rank == 0:
         shutil.copytree(store, torn)
         path = torn / "step-000002.parquet"
         path.write_bytes(path.read_bytes()[:-9] + b"somewhere")
@@ -72,7 +70,7 @@ def check_refusals(runner: Runner) -> None:
     message = failure_of(runner, "torn", f"--rollouts-from {torn} --save {saved} --save-interval 9", StepRejected)
     assert "step-000002.parquet is damaged" in message, message
     assert (saved / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
-    if dist_rank(runner) == 0:
+    if runner.rank == 0:
         shutil.copy(store / "step-000002.parquet", torn)
     message = failure_of(runner, "short", f"--rollouts-from {torn}", StepRejected)
     assert "holds no rollouts of step 3 (it has steps 1 to 2)" in message, message
@@ -88,6 +86,51 @@ def check_resumed_writer(runner: Runner) -> None:
     assert runner.receipt("resumed-on")["model"]["final_weights"] == runner.receipt("context-made")["model"]["final_weights"]
 
 
+def check_mismatch(runner: Runner) -> None:
+    """Sampler and trainer agree to rounding at equal weights and temperature, also over replicas; a sampler that does not is
+    measured, weighed and masked, and the ratio of the first update stays 1."""
+    for name in ("context", "replicas"):
+        records = [json.loads(line) for line in (runner.folder / f"{name}-made" / "metrics.jsonl").read_text().splitlines()]
+        assert all(record["rollout_log_ratio_max"] < 1e-4 for record in records), records
+    warm = "--sampling-temperature 0.7 --train-iters 1"
+    (record,) = runner.run("warm", f"{warm} --rollout-store {runner.folder}/warm-store --rollout-is token")
+    assert record["rollout_log_ratio_max"] < 1e-4 and abs(record["rollout_is_mean"] - 1.0) < 1e-4, record
+    (record,) = runner.run("truncated", "--sampling-top-p 0.9 --train-iters 1")
+    # the sampler's are of what it drew from, which has at most the whole vocabulary's probability
+    assert -0.7 < record["rollout_log_ratio_mean"] < -0.05 and record["ratio_mean"] == 1.0, record
+
+    flags = f"{REPLICAS} --group-filter none --train-iters 1"
+    runner.run("shifted-made", f"{flags} --rollout-store {runner.folder}/even-store")
+    if runner.rank == 0:
+        shift_logprobs(runner.folder / "even-store", runner.folder / "shifted-store", [0.0, 0.25, 0.5, 1.0])
+    source = f"--rollouts-from {runner.folder}/shifted-store"
+    (plain,) = runner.run("shifted", f"{flags} {source}")
+    assert abs(plain["rollout_log_ratio_max"] - 1.0) < 1e-4 and plain["ratio_mean"] == 1.0 and plain["kl"] == 0.0, plain
+    (weighed,) = runner.run("weighed", f"{flags} {source} --rollout-is token --rollout-is-cap 1.5")
+    assert weighed["ratio_mean"] == 1.0 and weighed["kl"] == 0.0, weighed
+    # weights of the four responses of a group: 1, exp(0.25), and twice the cap
+    assert weighed["grad_norm"] != plain["grad_norm"] and 1.2 < weighed["rollout_is_mean"] < 1.4, weighed
+    assert 0.4 < weighed["rollout_is_capped"] < 0.6, weighed
+    (masked,) = runner.run("masked-samples", f"{flags} {source} --rollout-mask-above 0.4")
+    assert masked["rollout_masked_fraction"] == 0.5 and abs(masked["rollout_log_ratio_max"] - 0.25) < 1e-4, masked
+    (single,) = runner.run("masked-context", f"--prompts-per-step 3 --train-iters 1 {source} --rollout-mask-above 0.4")
+    assert abs(single["grad_norm"] - masked["grad_norm"]) <= 1e-4 * masked["grad_norm"], (single, masked)
+
+
+def shift_logprobs(source: Path, target: Path, shifts: list[float]) -> None:
+    """Copy step 1 of a store, with the log-probabilities of each group's i-th response lowered by shifts[i]."""
+    store = RolloutStore(source)
+    manifest = store.read_manifest(1)
+    groups = [
+        dataclasses.replace(group, samples=tuple(
+            dataclasses.replace(sample, logprobs=tuple(value - shift for value in sample.logprobs))
+            for sample, shift in zip(group.samples, shifts)
+        ))
+        for group in store.read(manifest)
+    ]
+    RolloutStore(target).write(groups, manifest)
+
+
 def failure_of(runner: Runner, name: str, flags: str, kind: type[Exception]) -> str:
     """The message of the exception that a run must end with, on this rank."""
     try:
@@ -95,11 +138,6 @@ def failure_of(runner: Runner, name: str, flags: str, kind: type[Exception]) -> 
     except kind as error:
         return str(error)
     raise AssertionError(f"{name} was not refused")
-
-
-def dist_rank(runner: Runner) -> int:
-    """This rank; the world is joined, so that others wait for what rank 0 prepares at their next run."""
-    return runner.rank
 
 
 def main(rank: int, ranks: int, arguments: list[str]) -> None:
@@ -110,6 +148,7 @@ def main(rank: int, ranks: int, arguments: list[str]) -> None:
     check_other_replicas(runner)
     check_refusals(runner)
     check_resumed_writer(runner)
+    check_mismatch(runner)
     runner.end()
 
 

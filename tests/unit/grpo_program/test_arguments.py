@@ -57,7 +57,8 @@ def test_every_field_of_ours_is_a_flag_and_comes_back():
         "--reward-timeout 3 --reward-workers 2 --reward-failure stop --group-size 4 --advantage-estimator leave_one_out "
         "--no-advantage-std-normalization --clip-range-low 0.1 --clip-range-high 0.3 --importance-level sequence "
         "--loss-aggregation group_constant --loss-constant 32 --kl-estimator k2 --group-filter drop_uniform "
-        "--group-filter-retries 1 --logprob-chunk-tokens 64 --semantics response_only --prompt-chunk-size 256 "
+        "--group-filter-retries 1 --logprob-chunk-tokens 64 --rollout-is sequence --rollout-is-cap 3 --rollout-mask-above 0.1 "
+        "--semantics response_only --prompt-chunk-size 256 "
         "--response-block-size 128 --page-residency host --adjoint-residency host --attention-output-residency host "
         "--index-page-residency host --selection-residency host --query-rows-at-once 99 --attention-exchange keys "
         "--model-preset tiny-glm5.2"  # index pages and selections are sparse attention's

@@ -16,6 +16,7 @@ def make_receipt(**changes) -> Receipt:
         "topology": Topology(world_size=2, tensor_model_parallel_size=1, context_parallel_size=2, data_parallel_size=1,
                              backend="gloo", device="cpu"),
         "model": Model(preset="tiny", parameters=10, dtype="float32", initial_weights="sha256:0", final_weights="sha256:1"),
+        "rollout": {"source": "store", "sampled_by": "vllm", "store": "rollouts", "log_ratio_mean": -0.01},
         "objective": {"group_size": 8, "clip_range_low": 0.2, "loss_constant": None, "importance_level": "token"},
         "tokens": Tokens(prompts=3, responses=24, prompt_tokens=300, response_tokens=48, loss_tokens=47),
         "state": (ResidentState(rank=1, owner=1, kind="kv_pages", residency="host", layers=1, rows=50, bytes=400),),
