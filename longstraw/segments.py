@@ -28,6 +28,8 @@ class Segment:
     row_weights: [B, S], what each row weighs in losses that layers add (the indexer's): the weight of its target's loss.
     Wanted by a model with such a loss, in a segment with targets.
 
+    routes: layer number -> the experts [B, S, K] that its rows go to, where the router is not to choose.
+
     captures_only: nothing but the state is wanted of it, so its last layer stops there. block_size: of its blocks, where
     it is not the config's.
     """
@@ -40,6 +42,7 @@ class Segment:
     captures_only: bool = False
     block_size: int | None = None
     row_weights: torch.Tensor | None = None
+    routes: dict[int, torch.Tensor] | None = None
 
     def __post_init__(self):
         if self.inputs.dim() != 2:
@@ -63,7 +66,7 @@ class SegmentState:
 
     parent: the state that the segment follows. plan: its blocks. layers: the adapter's key -> its state.
     constant: later segments treat this state as a constant (`response_only`): they add nothing to its adjoints.
-    predicts: the segment has targets. row_weights: the segment's. outlives: the reverse sweep leaves what later segments
+    predicts: the segment has targets. row_weights, routes: the segment's. outlives: the reverse sweep leaves what later segments
     read of it (pages, end states); only adjoints are used up.
     """
 
@@ -76,6 +79,7 @@ class SegmentState:
     constant: bool = False
     predicts: bool = False
     row_weights: torch.Tensor | None = None
+    routes: dict[int, torch.Tensor] | None = None
     outlives: bool = False
     _positions: torch.Tensor | None = None
 

@@ -98,7 +98,8 @@ class ReplayEngine:
         self.cp = model.pg_collection.cp
         self.unit = model.pg_collection.tp.size() if model.config.sequence_parallel else 1
         self.mixers = find_adapters(model, model.config.num_layers)
-        self.adapters = [*self.mixers, *find_routers(model)]
+        self.routers = find_routers(model)
+        self.adapters = [*self.mixers, *self.routers]
         self.lockstep = Lockstep(model.pg_collection.ep, self.cp, current_device())
         self.ledger = Ledger()
         self.auxiliary_loss = 0.0
@@ -118,7 +119,7 @@ class ReplayEngine:
         plan = plan_blocks(start, segment.length, block_size, self.cp.size(), self.cp.rank(), self.unit, self.cp)
         state = SegmentState(
             segment.name, parent, plan, segment.inputs.shape[0], start, constant=constant,
-            predicts=segment.targets is not None, row_weights=segment.row_weights,
+            predicts=segment.targets is not None, row_weights=segment.row_weights, routes=segment.routes,
         )
         for adapter in self.adapters:
             state.layers[adapter.key] = adapter.open(state, self.policy)

@@ -1,5 +1,7 @@
 """Mixture of experts: the router's choices, recorded in the forward sweep and repeated in the reverse sweep.
 
+A segment may prescribe the choices of its first pass too: those of whoever sampled it.
+
 Experts have no state between tokens; what has to be kept is which experts each token went to. The gates are not kept:
 they are computed anew from the recorded choice, so the router gets its gradient. Megatron's router asks an object of
 its instance for the choice (`router_replay`); a run stands in for that object while its block is bound, and no longer.
@@ -23,7 +25,7 @@ from longstraw.attention.layout import BlockLayout
 from longstraw.patches.device import current_device
 from longstraw.prompt_state.ledger import LedgerEntry, foreseen
 from longstraw.prompt_state.routing import RoutingRecord
-from longstraw.segments import SegmentState
+from longstraw.segments import SegmentState, own_columns
 
 
 @dataclass(eq=False)
@@ -166,9 +168,12 @@ class ExpertRoutingAdapter:
         return foreseen(segment, self.layer_number, tokens, found)
 
     def restore(self, segment, block, policy, *, replay, stop_here) -> RoutingRun:
-        """The block's recorded experts in a replay."""
-        record = segment.layers[self.key]
-        return RoutingRun(segment.plan[block], stop_here, record.read(block, current_device()) if replay else None)
+        """The block's recorded experts in a replay; before, those that the segment prescribes."""
+        recorded = segment.layers[self.key].read(block, current_device()) if replay else None
+        if recorded is None and segment.routes is not None:
+            given = segment.routes[self.layer_number][:, own_columns(segment, block)]
+            recorded = given.transpose(0, 1).flatten(0, 1).to(current_device())  # as the router's rows: tokens, then batch
+        return RoutingRun(segment.plan[block], stop_here, recorded)
 
     def capture(self, run: RoutingRun, segment: SegmentState, block: int) -> None:
         """Keep the experts that the pass used; none in the last layer of a block that only leaves its state."""

@@ -8,20 +8,23 @@ import math
 from collections.abc import Sequence
 
 from longstraw.rollout.protocol import Sample
+from longstraw.rollout.routes import RouteShape, check_routes
 
 
 def check_samples(
     samples: Sequence[Sample], *, group_size: int, weight_version: int, max_response_length: int,
-    stop_ids: frozenset[int], num_tokens: int,
+    stop_ids: frozenset[int], num_tokens: int, routes: RouteShape | None = None,
 ) -> str:
     """One sentence about the first sample of a group that is not one of what was asked for; "" where all are.
 
-    stop_ids: end a response, and stand nowhere before its end. num_tokens: ids are below it.
+    stop_ids: end a response, and stand nowhere before its end. num_tokens: ids are below it. routes: what the model's
+    look like, where they are needed.
     """
     if len(samples) != group_size:
         return f"{len(samples)} responses came back where {group_size} were asked for"
     for place, sample in enumerate(samples):
         problem = _check_sample(sample, weight_version, max_response_length, stop_ids, num_tokens)
+        problem = problem or (check_routes(sample, routes) if routes is not None else "")
         if problem:
             return f"response {place} {problem}"
     return ""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from longstraw.rollout.config import SamplingConfig
+from longstraw.rollout.routes import RoutedExperts
 
 FinishReason = Literal["stop", "length"]
 
@@ -31,13 +32,15 @@ class PromptRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One response. token_ids: the stop token included, where there is one. logprobs: the sampler's, of each token."""
+    """One response. token_ids: the stop token included, where there is one. logprobs: the sampler's, of each token, at the
+    sampling temperature. routes: the experts that its rows went to, where the sampler records them."""
 
     prompt_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     weight_version: int
+    routes: RoutedExperts | None = None
 
 
 class RolloutEngine(Protocol):

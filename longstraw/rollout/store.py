@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from longstraw.durable_files import move_whole, sync_path, write_whole
 from longstraw.rollout.manifest import StepManifest
 from longstraw.rollout.protocol import Sample
+from longstraw.rollout.routes import RoutedExperts
 
 SCHEMA = pa.schema([
     ("step", pa.int64()),
@@ -39,6 +40,8 @@ SCHEMA = pa.schema([
     ("response_token_ids", pa.list_(pa.int32())),
     ("logprobs", pa.list_(pa.float64())),  # the sampler's, of each response token
     ("finish_reason", pa.string()),
+    # the experts of each row of the response, null where the sampler did not record them: `longstraw.rollout.routes`
+    ("routes", pa.struct([("layers", pa.list_(pa.int32())), ("topk", pa.int32()), ("data", pa.binary())])),
     ("reward", pa.float64()),  # 0 where there is none
     ("reward_status", pa.string()),
     ("reward_message", pa.string()),
@@ -199,8 +202,19 @@ def _to_table(group: StoredGroup, manifest: StepManifest) -> pa.Table:
         "reward_status": pa.array(group.statuses, pa.string()),
         "reward_message": pa.array(group.messages, pa.string()),
         "kept": pa.array(group.kept, pa.bool_()),
+        "routes": pa.array([_plain_routes(sample.routes) for sample in group.samples], SCHEMA.field("routes").type),
     }
     return pa.table(columns, schema=SCHEMA)
+
+
+def _plain_routes(routes: RoutedExperts | None) -> dict | None:
+    return None if routes is None else {"layers": list(routes.layers), "topk": routes.topk, "data": routes.data}
+
+
+def _read_routes(plain: dict | None) -> RoutedExperts | None:
+    if plain is None:
+        return None
+    return RoutedExperts(layers=tuple(plain["layers"]), topk=plain["topk"], data=plain["data"])
 
 
 def _read_share(file: pq.ParquetFile, path: Path, manifest: StepManifest, rank: int, ranks: int) -> Iterator[StoredGroup]:
@@ -221,16 +235,16 @@ def _to_group(table: pa.Table) -> StoredGroup:
     def first(name: str):
         return table[name][0].as_py()
 
-    samples = zip(column("response_token_ids"), column("logprobs"), column("finish_reason"))
+    samples = zip(column("response_token_ids"), column("logprobs"), column("finish_reason"), column("routes"))
     return StoredGroup(
         prompt_id=first("prompt_id"),
         prompt_token_ids=array("i", table["prompt_token_ids"].chunk(0)[0].values.to_numpy()),
         samples=tuple(
             Sample(
                 prompt_id=first("prompt_id"), token_ids=tuple(ids), logprobs=tuple(logprobs), finish_reason=reason,
-                weight_version=first("weight_version"),
+                weight_version=first("weight_version"), routes=_read_routes(routes),
             )
-            for ids, logprobs, reason in samples
+            for ids, logprobs, reason, routes in samples
         ),
         rewards=tuple(column("reward")), statuses=tuple(column("reward_status")),
         messages=tuple(column("reward_message")), kept=tuple(column("kept")),

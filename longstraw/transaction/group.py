@@ -47,15 +47,31 @@ class PromptGroup:
         return [torch.full((len(s.token_ids),), kept) for s, kept in zip(self.samples, self.kept)]
 
 
-def make_batches(group: PromptGroup, responses_together: int) -> list[tuple[list[int], Segment]]:
-    """The group's responses as segments of at most `responses_together` each -> [(indices, segment), ...]."""
+def make_batches(
+    group: PromptGroup, responses_together: int, *, routed: bool = False
+) -> list[tuple[list[int], Segment]]:
+    """The group's responses as segments of at most `responses_together` each -> [(indices, segment), ...].
+
+    routed: rows go to the experts that the sampler sent them to.
+    """
     batches = []
     for at in range(0, len(group.samples), responses_together):
         indices = list(range(at, min(at + responses_together, len(group.samples))))
         rows = [torch.tensor(group.samples[i].token_ids, device=group.prompt.device) for i in indices]
         padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        batches.append((indices, response_segment(f"response{at}", group.prompt, padded)))
+        segment = response_segment(f"response{at}", group.prompt, padded)
+        segment.routes = _pad_routes([group.samples[i] for i in indices]) if routed else None
+        batches.append((indices, segment))
     return batches
+
+
+def _pad_routes(samples: list[Sample]) -> dict[int, torch.Tensor]:
+    """Layer number -> experts [B, S, K]; padding, whose output nobody reads, goes to the first K."""
+    rows = [sample.routes.to_tensor() for sample in samples]
+    longest = max(len(row) for row in rows)
+    filling = torch.arange(rows[0].shape[2]).expand(longest, *rows[0].shape[1:])
+    padded = torch.stack([torch.cat([row, filling[len(row) :]]) for row in rows])
+    return {number: padded[:, :, place] for place, number in enumerate(samples[0].routes.layers)}
 
 
 def split_logprobs(group: PromptGroup, indices: list[int], logprobs: torch.Tensor) -> list[torch.Tensor]:

@@ -42,17 +42,18 @@ class Step:
 
     dp: the data-parallel group without context parallelism. responses_together: responses replayed in one batch.
     check_stop: called between pieces of work; raises StepInterrupted on all ranks of a replica together. mismatch: what is
-    done where sampler and trainer disagree.
+    done where sampler and trainer disagree. replays_routes: rows of responses go to the experts that the sampler sent them
+    to.
     """
 
     def __init__(
         self, engine: ReplayEngine, objective: ObjectiveConfig, *, dp: dist.ProcessGroup, responses_together: int = 1,
         reference: ReferencePolicy | None = None, check_stop: Callable[[], None] = lambda: None,
-        mismatch: MismatchConfig = MismatchConfig(),
+        mismatch: MismatchConfig = MismatchConfig(), replays_routes: bool = False,
     ):
         self.engine, self.objective, self.dp = engine, objective, dp
         self.responses_together, self.reference, self.check_stop = responses_together, reference, check_stop
-        self.mismatch = mismatch
+        self.mismatch, self.replays_routes = mismatch, replays_routes
         self.fullest_state: list[LedgerEntry] = []  # the ledger when it held most
         self.states_kept = 0  # how many groups, from the last on, keep their states after the replay, for a probe of the step
 
@@ -61,10 +62,13 @@ class Step:
         constant = self.engine.config.semantics == "response_only"
         return self.engine.forward_sweep(prompt_segment(prompt), None, constant=constant)[0]
 
-    def score(self, group: PromptGroup) -> list[torch.Tensor]:
-        """Phase 2: log-probabilities [T] of each response under the present weights, from the group's live state."""
+    def score(self, group: PromptGroup, *, routed: bool = False) -> list[torch.Tensor]:
+        """Phase 2: log-probabilities [T] of each response under the present weights, from the group's live state.
+
+        routed: with the sampler's choices of experts.
+        """
         scores: list[torch.Tensor] = []
-        for indices, segment in make_batches(group, self.responses_together):
+        for indices, segment in make_batches(group, self.responses_together, routed=routed):
             self.check_stop()
             _, logprobs = self.engine.forward_sweep(segment, group.state)
             scores += split_logprobs(group, indices, logprobs)
@@ -99,7 +103,7 @@ class Step:
             if group.state is None:
                 self.check_stop()
                 group.state = self.capture(group.prompt)
-            for index, logprobs in enumerate(self.score(group)):
+            for index, logprobs in enumerate(self.score(group, routed=self.replays_routes)):
                 if group.kept[index] and exceeds_bound(rollout_log_ratio(group, index, logprobs), self.mismatch):
                     group.kept[index] = False
                     masked += 1
@@ -139,7 +143,7 @@ class Step:
         if not state.constant:
             self.engine.prepare_adjoints(state)
         scored: dict[int, torch.Tensor] = {}
-        for indices, segment in make_batches(group, self.responses_together):
+        for indices, segment in make_batches(group, self.responses_together, routed=self.replays_routes):
             if not any(group.kept[i] for i in indices):
                 continue
             self.check_stop()

@@ -17,7 +17,7 @@ _KINDS: tuple[tuple[str, str, Callable[[ModelPreset], bool]], ...] = (
     ("latent attention", "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim",
      lambda preset: preset.multi_latent_attention),
     ("sparse attention", "dsa_* index_page_residency selection_residency", lambda preset: preset.sparse),
-    ("experts", "moe_*", lambda preset: preset.has_experts),
+    ("experts", "moe_* rollout_router_replay", lambda preset: preset.has_experts),
     ("norms of queries and keys", "apply_wd_to_qk_layernorm", lambda preset: preset.qk_layernorm),
 )
 """(what a model may have, the destinations about it (* stands for any ending), whether a preset has it)."""

@@ -33,6 +33,10 @@ class RolloutConfig:
     rollout_steps: int = 1
     """Steps that --rollout-only samples at most, beginning with the one that trains the weights that the engine holds."""
 
+    rollout_router_replay: bool = False
+    """In the replay, send each row of a response to the experts that the sampler sent it to, with live gates, instead of
+    letting the router choose. The resident engine and stores that it wrote have these choices; vLLM's server returns none."""
+
     def __post_init__(self) -> None:
         """Refuse sources that exclude each other.
 
@@ -61,5 +65,10 @@ class RolloutConfig:
             raise ValueError("--rollout-only builds no model to sample from: it needs --rollout-engine vllm")
         if self.rollout_only and not self.rollout_store:
             raise ValueError("--rollout-only needs --rollout-store, the folder of the rollouts")
+        if self.rollout_router_replay and self.rollout_engine == "vllm":
+            raise ValueError(
+                "--rollout-router-replay needs the sampler's choices of experts, which the server of --rollout-engine vllm "
+                "does not return"
+            )
         if self.rollout_steps < 1:
             raise ValueError(f"--rollout-steps must be at least 1, not {self.rollout_steps}")

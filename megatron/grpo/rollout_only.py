@@ -30,8 +30,10 @@ from megatron.grpo.samplers import EngineSampler
 from megatron.grpo.stored_rollouts import StoreWriter, check_step, describe_sampling
 
 
-def roll_out_only(args, config: TrainConfig) -> None:
+def roll_out_only(args, config: TrainConfig, engine: RolloutEngine | None = None) -> None:
     """Sample the next steps, --rollout-steps at most and none beyond --train-iters.
+
+    engine: by default a client of --rollout-server.
 
     Raises ValueError, StepRejected, RewardFailure or UniformGroupsError, with a sentence, where a step cannot be had; the
     steps before it are in the store.
@@ -40,14 +42,14 @@ def roll_out_only(args, config: TrainConfig) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     claim_folders([config.rollouts.rollout_store])
     data = load_run_data(args, config)
-    engine = connect_engine(config.rollouts.rollout_server, dist.group.WORLD)
+    engine = engine or connect_engine(config.rollouts.rollout_server, dist.group.WORLD)
     scorer = RewardScorer(data.tokenizer, config.rewards, stop_ids=data.stop_ids, replica=dist.group.WORLD)
     try:
         _roll_out(args, config, data, engine, scorer)
     finally:
         scorer.close()
-    dist.destroy_process_group()
-    release_folders()
+        dist.destroy_process_group()
+        release_folders()
 
 
 def _roll_out(args, config: TrainConfig, data: RunData, engine: RolloutEngine, scorer: RewardScorer) -> None:

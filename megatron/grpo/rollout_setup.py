@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from longstraw.rollout.protocol import RolloutEngine
+from longstraw.rollout.routes import RouteShape
 from longstraw.rollout.store import RolloutStore
 from longstraw.transaction.commit import agree_on_failure
 from longstraw.transaction.step import Step
@@ -48,13 +49,15 @@ def build_rollouts(
         device=device,
     )
     keeps_states = step.reference is None
-    resident = ResidentSampler(step, config.sampling, keeps_states=keeps_states, **common)
+    resident = ResidentSampler(
+        step, config.sampling, keeps_states=keeps_states, record_routes=flags.rollout_router_replay, **common
+    )
     settings = describe_sampling(args, config, data)
     folder = flags.rollouts_from or flags.rollout_store
     store = RolloutStore(folder) if folder else None
     stored = None if store is None else StoredRollouts(
         store, scorer, order=data.order, settings=settings, stop_ids=data.stop_ids, num_tokens=len(data.tokenizer),
-        replica=replica, dp=groups.dp, device=device,
+        replica=replica, dp=groups.dp, device=device, routes=describe_routes(step) if flags.rollout_router_replay else None,
     )
     if flags.rollouts_from:
         if done < args.train_iters:
@@ -75,6 +78,13 @@ def build_rollouts(
     if store is not None and sampler is not resident:
         source = ReusedRollouts(stored, source)
     return RolloutParts(source, scorer, resident)
+
+
+def describe_routes(step: Step) -> RouteShape:
+    """What the routes of a model with experts look like."""
+    routers = step.engine.routers
+    layers, one = tuple(adapter.layer_number for adapter in routers), routers[0].module
+    return RouteShape(layers=layers, num_experts=one.num_experts, topk=one.topk)
 
 
 def connect_engine(ready_file: str, replica: dist.ProcessGroup) -> RolloutEngine | None:

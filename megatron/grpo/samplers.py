@@ -50,17 +50,19 @@ class Sampler(Protocol):
 class ResidentSampler:
     """Samples from the captured prompt state.
 
-    num_tokens: of the tokenizer; ids from there on are not sampled.
+    num_tokens: of the tokenizer; ids from there on are not sampled. keeps_states: a state may live until the replay.
+    record_routes: samples say to which experts their rows went.
     """
 
     name = "resident"
 
     def __init__(
         self, step: Step, sampling: SamplingConfig, *, group_size: int, stop_ids: frozenset[int], num_tokens: int, seed: int,
-        device: torch.device, keeps_states: bool,
+        device: torch.device, keeps_states: bool, record_routes: bool = False,
     ):
         self.step, self.sampling, self.group_size, self.stop_ids = step, sampling, group_size, stop_ids
         self.num_tokens, self.seed, self.device, self.keeps_states = num_tokens, seed, device, keeps_states
+        self.record_routes = record_routes
 
     def sample(
         self, prompts: Sequence[Prompt], *, step: int, attempt: int, places: Sequence[int], alone: bool
@@ -81,6 +83,7 @@ class ResidentSampler:
         samples = decode_group(
             self.step.engine, tokens, state, group_size=group_size, config=self.sampling, stop_ids=self.stop_ids,
             generator=generator, prompt_id=prompt.prompt_id, weight_version=version, num_tokens=self.num_tokens,
+            record_routes=self.record_routes,
         )
         return PromptGroup(prompt.prompt_id, tokens, samples, state=state if keep_state else None)
 

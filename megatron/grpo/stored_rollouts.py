@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from longstraw.rollout.checks import check_samples
 from longstraw.rollout.manifest import StepManifest, explain_difference
+from longstraw.rollout.routes import RouteShape
 from longstraw.rollout.store import RolloutStore, StoredGroup
 from longstraw.transaction.group import PromptGroup
 from megatron.grpo.arguments import resolve_preset
@@ -82,7 +83,8 @@ class StoreWriter:
 class StoredRollouts:
     """Groups of an earlier run.
 
-    scorer: counts the rewards that had failed. settings: of this run.
+    scorer: counts the rewards that had failed. settings: of this run. routes: what those
+    of its model look like, where they are to be replayed.
     """
 
     name = "store"
@@ -91,9 +93,11 @@ class StoredRollouts:
     def __init__(
         self, store: RolloutStore, scorer: RewardScorer, *, order: PromptOrder, settings: Mapping, stop_ids: frozenset[int],
         num_tokens: int, replica: dist.ProcessGroup, dp: dist.ProcessGroup, device: torch.device,
+        routes: RouteShape | None = None,
     ):
         self.store, self.scorer, self.order, self.settings = store, scorer, order, settings
         self.stop_ids, self.num_tokens, self.replica, self.dp, self.device = stop_ids, num_tokens, replica, dp, device
+        self.routes = routes
 
     def collect(self, number: int) -> list[PromptGroup]:
         """See `megatron.grpo.rollouts.RolloutSource`."""
@@ -124,7 +128,7 @@ class StoredRollouts:
             problem = check_samples(
                 group.samples, group_size=self.settings["group_size"], weight_version=manifest.weight_version,
                 max_response_length=self.settings["max_response_length"], stop_ids=self.stop_ids,
-                num_tokens=self.num_tokens,
+                num_tokens=self.num_tokens, routes=self.routes,
             )
             if problem:
                 raise ValueError(f"step {manifest.step} of {self.store.folder}, prompt {group.prompt_id}: {problem}")

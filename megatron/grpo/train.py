@@ -185,6 +185,7 @@ def run(args, config) -> None:
     step = Step(
         engine, config.objective, dp=groups.dp, responses_together=config.run.responses_per_replay,
         reference=build_reference(args, config, model, groups, resumed), mismatch=config.mismatch,
+        replays_routes=config.rollouts.rollout_router_replay,
     )
     update = build_update(args, config, ddp, optimizer, scheduler, groups, step, resumed_step=done)
     parts = build_rollouts(args, config, data, groups, step, device, done=done)
