@@ -131,10 +131,10 @@ def shift_logprobs(source: Path, target: Path, shifts: list[float]) -> None:
     RolloutStore(target).write(groups, manifest)
 
 
-def failure_of(runner: Runner, name: str, flags: str, kind: type[Exception]) -> str:
+def failure_of(runner: Runner, name: str, flags: str, kind: type[Exception], *, prepare=None) -> str:
     """The message of the exception that a run must end with, on this rank."""
     try:
-        runner.run(name, flags)
+        runner.run(name, flags, prepare=prepare)
     except kind as error:
         return str(error)
     raise AssertionError(f"{name} was not refused")
