@@ -66,8 +66,8 @@ class SegmentState:
 
     parent: the state that the segment follows. plan: its blocks. layers: the adapter's key -> its state.
     constant: later segments treat this state as a constant (`response_only`): they add nothing to its adjoints.
-    predicts: the segment has targets. row_weights, routes: the segment's. outlives: the reverse sweep leaves what later segments
-    read of it (pages, end states); only adjoints are used up.
+    predicts: the segment has targets. row_weights, routes: the segment's. outlives: the reverse sweep leaves what later
+    segments read of it (pages, end states); only adjoints are used up.
     """
 
     name: str

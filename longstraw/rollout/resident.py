@@ -30,9 +30,9 @@ def decode_group(
 ) -> list[Sample]:
     """Sample `group_size` responses to a prompt [1, P] from its captured state; the state is left as it was.
 
-    num_tokens: ids from here on are not sampled (a model may have more rows than its tokenizer has tokens). generator: on the CPU,
-    in the same state on every rank of tensor and context parallelism. record_routes: the samples say to which experts their
-    rows went.
+    num_tokens: ids from here on are not sampled (a model may have more rows than its tokenizer has tokens). generator: on
+    the CPU, in the same state on every rank of tensor and context parallelism. record_routes: the samples say to which
+    experts their rows went.
     """
     inputs = prompt.new_zeros(group_size, config.max_response_length)
     inputs[:, 0] = prompt[0, -1]

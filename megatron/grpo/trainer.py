@@ -1,8 +1,9 @@
 """The training loop: one GRPO step after another, each a transaction that commits whole or changes nothing.
 
-A step: get scored groups from where they come, score the reference, count what the loss is divided by, replay every group under
-autograd, and let the weight update sum the gradient across ranks once, check it and move the weights. A phase that fails or is stopped on
-one rank is rolled back on all: between two collectives over the whole world, ranks agree on the outcome.
+A step: get scored groups from where they come, score the reference, count what the loss is divided by, replay every
+group under autograd, and let the weight update sum the gradient across ranks once, check it and move the weights. A phase
+that fails or is stopped on one rank is rolled back on all: between two collectives over the whole world, ranks agree on the
+outcome.
 
 Left out: building the model and the command line (`train`).
 """

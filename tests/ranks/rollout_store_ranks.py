@@ -52,7 +52,7 @@ def check_refusals(runner: Runner) -> None:
     """Rollouts that are not this run's, or not there, end every rank alike, with the steps before saved."""
     store = runner.folder / "context-store"
     for name, flags, fragment in (
-        ("warm", "--sampling-temperature 0.5", "sampled with --sampling-temperature 1.0, unlike this run's --sampling-temperature 0.5"),
+        ("warm", "--sampling-temperature 0.5", "sampled with --sampling-temperature 1.0, unlike this run's"),
         ("seeds", "--prompt-order-seed 3", "other data (seed 0 then and 3 now)"),
         ("whole", f"--rollout-store {store} --rollouts-from {runner.folder}/none", "samples nothing, which --rollout-store"),
         ("fresh", f"--rollout-store {store}", "holds the rollouts of another run"),

@@ -1,4 +1,4 @@
-"""A rollout engine that answers with the rollouts of a store: what a real sampler once sampled, through the engine's interface.
+"""A rollout engine that answers with the rollouts of a store: what a sampler once sampled, through the engine's interface.
 
 It refuses as engines do: another weight version, prompts that it has not.
 """
@@ -13,7 +13,9 @@ class RecordedEngine:
     failure: raised by every call from the `fails_at`-th on (from 1). calls: the prompts of each call so far.
     """
 
-    def __init__(self, store: RolloutStore, weight_version: int | None, *, failure: Exception | None = None, fails_at: int = 1):
+    def __init__(
+        self, store: RolloutStore, weight_version: int | None, *, failure: Exception | None = None, fails_at: int = 1
+    ):
         self.store, self.version, self.failure, self.fails_at = store, weight_version, failure, fails_at
         self.calls: list[list[str]] = []
 

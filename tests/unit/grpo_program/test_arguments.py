@@ -70,14 +70,14 @@ def test_every_field_of_ours_is_a_flag_and_comes_back():
     assert alone.objective.group_size == 1 and alone.objective.advantage_estimator == "running_mean"
     _, sampled = parse("--rollout-engine vllm --rollout-server ready.json --rollout-store rollouts --rollout-only "
                        "--rollout-steps 2")
-    _, stored = parse("--rollouts-from rollouts")  # excludes sampling
+    _, stored = parse("--rollouts-from rollouts --rollout-router-replay --model-preset tiny-glm5.2")  # exclude sampling
     _, default = parse()
     for name, (config_class, _) in CONFIG_GROUPS.items():
         if name == "logra":  # excludes LoRA: test_logra_flags.py
             continue
         plain = getattr(default, name)
         for field in dataclasses.fields(config_class):
-            others = {"reward_baseline_decay": alone, "rollouts_from": stored}
+            others = {"reward_baseline_decay": alone, "rollouts_from": stored, "rollout_router_replay": stored}
             given = getattr({"lora": adapted, "rollouts": sampled}.get(name, config), name)
             given = getattr(others[field.name], name) if field.name in others else given
             if field.name not in ("model_preset", "prompt_data", "tokenizer_path"):
