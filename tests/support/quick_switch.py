@@ -11,6 +11,7 @@ from longstraw.rollout.topology.gathering import choose_free_ports, split_rendez
 from longstraw.rollout.topology.run import run_switch
 from longstraw.rollout.topology.states import Progress
 from tests.support import quick_sides
+from tests.support.ranks import REPOSITORY
 
 
 class QuickJob:
@@ -49,20 +50,24 @@ def main(folder: Path, steps: int, rank: int = 0, count: int = 1, rendezvous: st
 
     def build(site):
         def command(role, step, ports):
-            name = "trainer" if rank == 0 else "follower"
-            arguments = [sys.executable, "-I", "-S", quick_sides.__file__, name if role == "trainer" else role]
+            arguments, environment = [sys.executable, "-I", "-S", quick_sides.__file__, role], dict(os.environ)
+            if role == "trainer" and count > 1:
+                launch = [sys.executable, REPOSITORY / "tools/launch.py", "--nproc-per-node", "1", "--failure-seconds", "2"]
+                arguments = [*map(str, launch), str(REPOSITORY / "tests/support/quick_ranks.py")]
+                environment |= {
+                    "NNODES": str(count), "NODE_RANK": str(rank), "MASTER_ADDR": site.leader, "MASTER_PORT": str(ports[0]),
+                    "GLOO_SOCKET_IFNAME": site.interface,
+                }
             return Command(
-                arguments=(*arguments, str(folder), str(step)), log=folder / f"log-{rank}", grace_seconds=2.0,
-                scratch=(folder / "ready.json",) if role == "server" else (),
+                arguments=(*arguments, str(folder), str(step)), log=folder / f"log-{rank}", environment=environment,
+                grace_seconds=2.0, scratch=(folder / "ready.json",) if role == "server" else (),
             )
 
         return command
 
-    deadlines = DeadlineConfig(
-        **{f"{state}_seconds": 20.0 for state in ("training", "exporting", "rollout_up", "generating")},
-        draining_seconds=10.0, rollout_down_seconds=10.0, grace_seconds=3.0, rendezvous_seconds=20.0,
-        **json.loads(os.environ.get("QUICK_SWITCH", "{}")),
-    )
+    quick = {f"{state}_seconds": 20.0 for state in ("training", "exporting", "rollout_up", "generating")}
+    quick |= {"draining_seconds": 10.0, "rollout_down_seconds": 10.0, "grace_seconds": 3.0, "rendezvous_seconds": 20.0}
+    deadlines = DeadlineConfig(**quick | json.loads(os.environ.get("QUICK_SWITCH", "{}")))
     return run_switch(
         lambda site: QuickJob(folder, steps, site.address), build, folder / "switch", deadlines, rank=rank, count=count,
         rendezvous=split_rendezvous(rendezvous) if rendezvous else None, fingerprint=str(steps),

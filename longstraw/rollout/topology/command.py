@@ -1,12 +1,13 @@
 """A command to run for a role, and its run under a keeper."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from longstraw.rollout.topology import keeper
@@ -23,14 +24,22 @@ class Command:
     log: Path
     """Takes standard output and standard error; appended to."""
 
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables beside, or instead of, the switcher's own."""
+    environment: Mapping[str, str]
+    """All variables of the program's environment."""
 
     grace_seconds: float = 20.0
     """How long it may take to end once asked to."""
 
     scratch: tuple[Path, ...] = ()
-    """Files that must be gone before it starts, and after it."""
+    """Files and folders that must be gone before it starts, and after it."""
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 class KeptCommand:
@@ -39,12 +48,12 @@ class KeptCommand:
     def __init__(self, command: Command, mark: str):
         """Starts it. Must be called in the process's main thread, whose end is the command's. Raises OSError."""
         for path in command.scratch:
-            path.unlink(missing_ok=True)
+            remove(path)
         command.log.parent.mkdir(parents=True, exist_ok=True)
         with open(command.log, "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), *command.arguments],
-                env=os.environ | dict(command.environment) | {MARK: mark}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=dict(command.environment) | {MARK: mark}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )
         self.command = command

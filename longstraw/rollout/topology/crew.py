@@ -7,8 +7,16 @@ from longstraw.rollout.topology.hosts import Host
 from longstraw.rollout.topology.node import NodeStatus, Order
 
 
+REFUSED = 2
+"""Exit status of a program for flags that cannot be run."""
+
+
 class StageFailed(RuntimeError):
-    """A state will not end well; the text says why."""
+    """A state will not end well; the text says why. hopeless: it would fail in the same way again."""
+
+    def __init__(self, text: str, *, hopeless: bool = False):
+        super().__init__(text)
+        self.hopeless = hopeless
 
 
 class Crew:
@@ -50,7 +58,7 @@ class Crew:
             return False
         for host, status in zip(self.hosts, statuses):
             if status.roles.get(role):
-                raise StageFailed(f"the {role} on {host.name} ended with status {status.roles[role]}")
+                raise _explain_end(host, status, role, "")
         return not self.runs(role)
 
     def require(self, *roles: str, goal: str) -> bool:
@@ -62,7 +70,7 @@ class Crew:
         for host, status in zip(self.hosts, statuses or []):
             for role in roles:
                 if status.roles.get(role) is not None:
-                    raise StageFailed(f"the {role} on {host.name} ended with status {status.roles[role]} before {goal}")
+                    raise _explain_end(host, status, role, f" before {goal}")
         return statuses is not None
 
     def end(self, *roles: str) -> bool:
@@ -115,3 +123,9 @@ class Crew:
     def stop_asked(self) -> bool:
         """Whether another host's switcher was signalled."""
         return any(host.stop_asked for host in self.hosts)
+
+
+def _explain_end(host: Host, status: NodeStatus, role: str, when: str) -> StageFailed:
+    code = status.roles[role]
+    text = f"the {role} on {host.name} ended with status {code}{when}; its output is in {status.logs[role]}"
+    return StageFailed(text, hopeless=code == REFUSED)

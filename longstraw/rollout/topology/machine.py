@@ -52,18 +52,20 @@ class Machine:
         place = choose_state(progress, self.job.last_step)
         while place is not None:
             problem = self._pass_through(*place)
-            if not problem:
+            if problem is None:
                 place, failures = follow_state(*place, self.job.last_step), 0
                 continue
-            self._clear(problem)
+            self._clear(str(problem))
             before, progress = progress, self.job.read_progress()
             failures = failures + 1 if before == progress else 1
+            if problem.hopeless:
+                raise GaveUp(f"{place[0].value} of step {place[1]} cannot be run: {problem}")
             if failures >= self.deadlines.attempts:
                 raise GaveUp(f"{place[0].value} of step {place[1]} failed {failures} times in a row (--attempts): {problem}")
             place = choose_state(progress, self.job.last_step)
 
-    def _pass_through(self, state: State, step: int) -> str:
-        """Enter a state and wait for its end; returns why it failed, "" where it did not."""
+    def _pass_through(self, state: State, step: int) -> StageFailed | None:
+        """Enter a state and wait for its end; returns why it failed, None where it did not."""
         stage, started, processes = STAGES[state](self.crew, self.job, step), time.monotonic(), {}
         self.journal.write("enter", state=state.value, step=step)
         self.say(f"step {step}: {state.value}")
@@ -79,13 +81,13 @@ class Machine:
                         f"it took longer than the {self.deadlines.of(state):g} s of --{state.value.replace('_', '-')}-seconds"
                         + (f" ({held})" if held else "")
                     )
-            problem, processes = "", processes or self.crew.describe_processes()
+            problem, processes = None, processes or self.crew.describe_processes()
         except StageFailed as failure:
-            problem = str(failure)
+            problem = failure
             self.say(f"step {step}: {state.value} failed: {problem}")
         line = {"state": state.value, "step": step, "seconds": round(time.monotonic() - started, 3), "processes": processes}
-        if problem:
-            self.journal.write("failed", **line, reason=problem)
+        if problem is not None:
+            self.journal.write("failed", **line, reason=str(problem))
         else:
             self.journal.write("done", **line, memory=self.crew.describe_memory() | {"switcher": measure_own_memory()})
         return problem

@@ -10,7 +10,6 @@ builds its own from the flags that it was started with, so what comes in over a 
 What runs is written to a record file, so that a host whose switcher was killed ends what was left of it at the next start.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -22,14 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longstraw.durable_files import write_whole
-from longstraw.rollout.topology.command import Command, KeptCommand
+from longstraw.rollout.topology.command import Command, KeptCommand, remove
 from longstraw.rollout.topology.devices import choose_devices, explain_use, read_devices
 from longstraw.rollout.topology.processes import (
     SHARED_MEMORY, Process, carries_mark, kill_processes, list_descendants, list_processes, list_shared_memory, read_boot_id,
 )
 
 _NOT_LOOKED = ["not looked at yet"]
-ROLES = ("trainer", "generator", "server", "ray")
+ROLES = ("trainer", "generator", "server", "sync", "ray")
 OBSERVE_SECONDS = 1.0
 DEVICE_SECONDS = 1.0
 NEW_SECONDS = 2.0
@@ -67,6 +66,9 @@ class NodeStatus:
 
     processes: dict[str, list[int]]
     """Role -> [process id, start time] of its keeper."""
+
+    logs: dict[str, str]
+    """Role -> the file of its output."""
 
     resident_bytes: int = 0
     """Of all processes of this run on this host."""
@@ -143,6 +145,7 @@ class LocalNode:
             roles={role: command.status for role, command in self.commands.items()},
             held=list(self._held) if self._clearing else [], cleared=self._cleared,
             processes={role: list(command.identity.key) for role, command in self.commands.items() if command.identity},
+            logs={role: str(command.command.log) for role, command in self.commands.items()},
             resident_bytes=self._resident_bytes, device_bytes=self._device_bytes,
             shared_memory_bytes=(usage.f_blocks - usage.f_bfree) * usage.f_frsize,
         )
@@ -190,8 +193,7 @@ class LocalNode:
         held = [f"process {process.pid} ({process.name})" for process in ours]
         if not ours:
             for path in self._scratch | self._shared:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+                remove(Path(path))
             held = [path for path in sorted(self._shared) if os.path.exists(path)] + self._look_at_devices()
         self._held = held
         if not held:

@@ -118,11 +118,12 @@ class Draining(Stage):
 
 
 class RolloutUp(Stage):
-    """Ray, where several hosts serve together, then the server, until it answers with the right weights."""
+    """Ray, where several hosts serve together, then the server, then a sync where the folder that it has loaded lacks
+    updates, until it answers with the right weights."""
 
     state = State.ROLLOUT_UP
     _ports: tuple[int, ...] = ()
-    _server_started = False
+    _server_started = _sync_started = False
 
     def enter(self) -> None:
         if self.job.uses_ray:
@@ -138,10 +139,16 @@ class RolloutUp(Stage):
             if self.job.ray_answers(self._ports):
                 self._start_server()
             return False
+        if self._sync_started and not self.crew.has_ended("sync"):
+            return False
         version = self.job.server_version()
-        if version is not None and version != self.step - 1:
+        if version is None or version == self.step - 1:
+            return version is not None
+        if self._sync_started or version > self.step - 1:
             raise StageFailed(f"the server holds weights of version {version}, and step {self.step} needs {self.step - 1}")
-        return version is not None
+        self._sync_started = True
+        self.crew.start("sync", self.step, everywhere=False)
+        return False
 
     def _start_server(self) -> None:
         self._server_started = True

@@ -1,0 +1,163 @@
+"""What each role runs on a host.
+
+| role | where | program |
+|---|---|---|
+| trainer | every host | tools/launch.py, which starts the host's ranks of megatron.grpo.train for one step |
+| ray | every host, with --rollout-backend ray | ray start, as the head on the first host |
+| server | first host | longstraw.rollout.vllm_server, in vLLM's environment |
+| sync | first host | longstraw.rollout.vllm_client.catch_up: updates that the served folder lacks |
+| generator | first host | megatron.grpo.train --rollout-only |
+"""
+
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from longstraw.rollout.topology.command import Command
+from longstraw.rollout.topology.run import LOOPBACK, Site
+from longstraw.rollout.vllm_client.process import find_vllm_python, server_environment
+from megatron.grpo.topology.config import SwitchConfig
+from megatron.grpo.topology.disk import list_weight_folders
+
+ROOT = Path(__file__).resolve().parents[3]
+PLANNED_VENV = ROOT / ".venv-vllm"
+RAY_PORTS = ("gcs", "node", "objects", "agent", "agent_grpc", "environments", "metrics", "client")
+TRAINER_OWNED = (
+    "--save", "--load", "--train-iters", "--exit-interval", "--output-dir", "--rollouts-from", "--rollout-store",
+    "--rollout-only", "--rollout-engine", "--rollout-server", "--weight-sync", "--weight-sync-dir",
+)
+SERVER_OWNED = (
+    "--model", "--ready-file", "--owner-pid", "--bind-address", "--weight-version", "--await-sync", "--tensor-parallel-size",
+    "--pipeline-parallel-size", "--distributed-executor-backend",
+)
+
+
+def check_flags(flags: Sequence[str], owned: Sequence[str], of: str) -> None:
+    """Raise ValueError where flags of a program are given that the switcher gives itself."""
+    taken = sorted({word.split("=")[0] for word in flags} & set(owned))
+    if taken:
+        raise ValueError(f"{', '.join(taken)} among the flags of the {of}: the switcher sets {'them' if len(taken) > 1 else 'it'}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commands:
+    """Builds the commands of one host."""
+
+    config: SwitchConfig
+    site: Site
+    trainer_flags: tuple[str, ...]
+    server_flags: tuple[str, ...]
+    grace_seconds: float
+    ray_secret: str = ""
+    planned: bool = False
+    """Commands are printed only: vLLM's environment need not be there."""
+
+    @property
+    def ready_file(self) -> Path:
+        """Where the server says how it is reached."""
+        return self.config.switch / "server.json"
+
+    def build(self, role: str, step: int, ports: tuple[int, ...]) -> Command:
+        """The command of a role for a step. Raises ValueError where a program or folder that it needs is missing."""
+        arguments, environment, scratch = getattr(self, f"_build_{role}")(step, ports)
+        return Command(
+            arguments=tuple(map(str, arguments)), environment=environment, scratch=scratch,
+            # torchrun and vLLM need a moment beyond what their own programs may take.
+            grace_seconds=self.grace_seconds + 10.0,
+            log=self.config.switch / "logs" / f"step-{step:06d}.{role}.node-{self.site.rank}.log",
+        )
+
+    def _build_trainer(self, step: int, ports: tuple[int, ...]):
+        config, launch = self.config, [sys.executable, ROOT / "tools/launch.py"]
+        launch += ["--nproc-per-node", config.nproc_per_node, "--grace-seconds", f"{self.grace_seconds:g}"]
+        own = ["--rollouts-from", config.rollouts, "--weight-sync", config.sync_kind(step), "--weight-sync-dir", config.weights]
+        # One step a process: --train-iters stays that of the whole run, since schedules end with it.
+        own += ["--exit-interval", 1]
+        environment = self._environment()
+        if self.site.count > 1:
+            environment |= {
+                "NNODES": str(self.site.count), "NODE_RANK": str(self.site.rank), "MASTER_ADDR": self.site.leader,
+                "MASTER_PORT": str(ports[0]),
+            }
+        return [*launch, "-m", "megatron.grpo.train", *self._training_flags(), *own], environment, ()
+
+    def _build_generator(self, step: int, ports: tuple[int, ...]):
+        own = ["--rollout-only", "--rollout-steps", 1, "--rollout-engine", "vllm", "--rollout-server", self.ready_file]
+        own += ["--rollout-store", self.config.rollouts]
+        environment = self._environment()
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment.setdefault("TORCH_COMPILE_DISABLE", "1")
+        return [sys.executable, "-m", "megatron.grpo.train", *self._training_flags(), *own], environment, ()
+
+    def _training_flags(self) -> list:
+        config = self.config
+        return [
+            *self.trainer_flags, "--train-iters", config.train_iters, "--save", config.checkpoints, "--load",
+            config.checkpoints, "--output-dir", Path(config.run_dir, "train"),
+        ]
+
+    def _build_server(self, step: int, ports: tuple[int, ...]):
+        config, environment = self.config, server_environment()
+        flags = ["--model", list_weight_folders(config.weights, Path(config.model), step - 1)[0].resolve()]
+        flags += ["--tensor-parallel-size", config.rollout_tensor_parallel_size]
+        flags += ["--pipeline-parallel-size", config.rollout_pipeline_parallel_size]
+        flags += ["--bind-address", self.site.address if config.uses_ray else LOOPBACK]
+        if config.uses_ray:
+            flags += ["--distributed-executor-backend", "ray"]
+            environment |= self._interface() | self._ray_environment() | {"RAY_ADDRESS": f"{self.site.leader}:{ports[0]}"}
+        flags = [*map(str, flags), *self.server_flags]
+        command = [self._vllm_program("python"), "-m", "longstraw.rollout.vllm_server", *flags]
+        command += ["--ready-file", self.ready_file, "--owner-pid", "SWITCHER" if self.planned else os.getpid()]
+        return command, environment, (self.ready_file,)
+
+    def _build_sync(self, step: int, ports: tuple[int, ...]):
+        folders = list_weight_folders(self.config.weights, Path(self.config.model), step - 1)[1:]
+        program = [sys.executable, "-m", "longstraw.rollout.vllm_client.catch_up", "--ready-file", self.ready_file]
+        return [*program, *folders], self._environment(), ()
+
+    def _build_ray(self, step: int, ports: tuple[int, ...]):
+        config, head = self.config, self.site.rank == 0
+        given = dict(zip(RAY_PORTS, ports))
+        arguments = [self._vllm_program("ray"), "start", "--block", "--node-ip-address", self.site.address]
+        if head:
+            # Only the head's ports can be asked from this host's system; the others' take what theirs gives them.
+            arguments += ["--head", "--port", given["gcs"], "--node-manager-port", given["node"]]
+            arguments += ["--object-manager-port", given["objects"], "--dashboard-agent-listen-port", given["agent"]]
+            arguments += ["--dashboard-agent-grpc-port", given["agent_grpc"], "--metrics-export-port", given["metrics"]]
+            arguments += ["--runtime-env-agent-port", given["environments"], "--ray-client-server-port", given["client"]]
+            arguments += ["--include-dashboard", "false"]
+        else:
+            arguments += ["--address", f"{self.site.leader}:{given['gcs']}"]
+        arguments += ["--min-worker-port", 0, "--max-worker-port", 0, "--disable-usage-stats"]
+        arguments += ["--num-cpus", config.ray_cpus_per_node or config.nproc_per_node, "--temp-dir", self.ray_folder]
+        return arguments, server_environment() | self._interface() | self._ray_environment(), (self.ray_folder,)
+
+    def _vllm_program(self, name: str) -> Path:
+        return Path(PLANNED_VENV, "bin", name) if self.planned else find_vllm_python().with_name(name)
+
+    @property
+    def ray_folder(self) -> Path:
+        """Ray's own files on this host: of this run alone, and short, as sockets lie below it."""
+        name = hashlib.sha256(f"{self.ray_secret} {self.site.rank}".encode()).hexdigest()[:8]
+        return Path(tempfile.gettempdir(), f"longstraw-ray-{name}")
+
+    def _ray_environment(self) -> dict[str, str]:
+        return {
+            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.ray_secret, "RAY_USAGE_STATS_ENABLED": "0",
+            "VLLM_HOST_IP": self.site.address,
+        }
+
+    def _environment(self) -> dict[str, str]:
+        """The switcher's own, with the project's folder first on the path of imports."""
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        return dict(os.environ) | {"PYTHONPATH": path} | self._interface()
+
+    def _interface(self) -> dict[str, str]:
+        """With several hosts, the network interface on which they reach each other, for gloo; one that is set already stands."""
+        if self.site.count == 1 or not self.site.interface or "GLOO_SOCKET_IFNAME" in os.environ:
+            return {}
+        return {"GLOO_SOCKET_IFNAME": self.site.interface}
