@@ -5,30 +5,38 @@ follower brings a fingerprint of its own, and one that does not fit is refused.
 """
 
 import ipaddress
+import re
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from longstraw.durable_files import write_whole
 from longstraw.rollout.topology.channel import Channel, ChannelClosed, read_token
 from longstraw.rollout.topology.hosts import HostLost, RemoteHost
 
 RETRY_SECONDS = 0.5
+PORT_FILE = "port"
 
 
 def split_rendezvous(text: str) -> tuple[str, int]:
-    """HOST:PORT -> (host, port). Raises ValueError."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
-        raise ValueError(f"--rendezvous {text} is not HOST:PORT")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    """HOST or HOST:PORT -> (host, port); port 0: one that the system gives. An IPv6 address stands in brackets.
+
+    Raises ValueError.
+    """
+    found = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\[\]]+))(?::([0-9]+))?", text)
+    port = int(found[3] or 0) if found else 0
+    if found is None or port >= 65_536 or found[3] == "0":
+        raise ValueError(f"--rendezvous {text} is neither HOST nor HOST:PORT")
+    return found[1] or found[2], port
 
 
 def gather_followers(
     address: tuple[str, int], count: int, token_file: Path, fingerprint: str, *, node_timeout: float, seconds: float,
     stop_asked: Callable[[], bool],
 ) -> list[RemoteHost]:
-    """Wait for ranks 1 to count - 1; returns them in order.
+    """Wait for ranks 1 to count - 1; returns them in order. Where the address has port 0, the port that the system gave is in a
+    file beside the token.
 
     Raises HostLost where they do not all come in time, ValueError where one was started otherwise than this.
     """
@@ -38,6 +46,7 @@ def gather_followers(
     family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server(address, family=family, backlog=count) as server:
         server.settimeout(RETRY_SECONDS)
+        write_whole(token_file.with_name(PORT_FILE), f"{server.getsockname()[1]}\n")
         while len(found) < count - 1:
             if time.monotonic() > deadline or stop_asked():
                 missing = sorted(set(range(1, count)) - set(found))
@@ -72,13 +81,14 @@ def join_leader(
         token = read_token(token_file, create=False)
         if token is not None:
             try:
-                connection = socket.create_connection(address, timeout=RETRY_SECONDS * 4)
+                port = address[1] or int(token_file.with_name(PORT_FILE).read_text())
+                connection = socket.create_connection((address[0], port), timeout=RETRY_SECONDS * 4)
                 introduction = {"rank": rank, "fingerprint": fingerprint}
                 return Channel(connection, token, leads=False, introduction=introduction), connection.getsockname()[0]
-            except (OSError, ChannelClosed) as error:
+            except (OSError, ValueError, ChannelClosed) as error:
                 problem = str(error)
         time.sleep(RETRY_SECONDS)
-    raise HostLost(f"node rank 0 at {address[0]}:{address[1]} was not reached within {seconds:g} s: {problem}")
+    raise HostLost(f"node rank 0 at {address[0]} was not reached within {seconds:g} s: {problem}")
 
 
 def find_interface(address: str) -> str:

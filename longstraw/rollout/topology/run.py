@@ -2,6 +2,7 @@
 
     RUN_DIR/switch/journal.jsonl      what happened, a line a state
     RUN_DIR/switch/token              keeps strangers from the hosts' channel; readable by its owner alone
+    RUN_DIR/switch/port               of the first host's switcher, where the others find it
     RUN_DIR/switch/node-0.json        what runs on a host, for the next switcher to end
     RUN_DIR/switch/node-0.lock        one switcher a host and run
     RUN_DIR/switch/logs/              one file a program, step and host
@@ -94,7 +95,7 @@ def _lead(make_job, make_build, folder, deadlines, count, rendezvous, fingerprin
     journal.write("start", hosts=count, last_step=job.last_step)
     try:
         if count > 1:
-            say(f"waiting for {count - 1} other hosts at {rendezvous[0]}:{rendezvous[1]}")
+            say(f"waiting for {count - 1} other hosts at {rendezvous[0]}")
             followers += gather_followers(
                 rendezvous, count, folder / "token", fingerprint, node_timeout=deadlines.node_timeout,
                 seconds=deadlines.rendezvous_seconds, stop_asked=lambda: bool(signals),

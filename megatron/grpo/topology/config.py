@@ -34,7 +34,8 @@ class SwitchConfig:
     """Which of them this is. The first one leads, serves and generates."""
 
     rendezvous: Optional[str] = None
-    """HOST:PORT of the first host, at which the others reach its switcher. Needed with --num-nodes above 1."""
+    """Name or address of the first host, at which the others reach its switcher: HOST, or HOST:PORT where only certain ports are
+    open. Needed with --num-nodes above 1."""
 
     weight_sync: Literal["full", "delta", "lora"] = "full"
     """How a step's weights reach the engine: all of them, the LoGRA update, or a low-rank adapter."""
@@ -81,7 +82,7 @@ class SwitchConfig:
         if not 0 <= self.node_rank < self.num_nodes:
             raise ValueError(f"--node-rank {self.node_rank} numbers none of --num-nodes {self.num_nodes} hosts")
         if self.num_nodes > 1 and not self.rendezvous:
-            raise ValueError(f"--num-nodes {self.num_nodes} needs --rendezvous, the HOST:PORT of the first host")
+            raise ValueError(f"--num-nodes {self.num_nodes} needs --rendezvous, the name or address of the first host")
         ranks, devices = self.rollout_ranks, self.num_nodes * self.nproc_per_node
         if ranks > devices:
             raise ValueError(

@@ -65,7 +65,7 @@ def switches(hosts, tmp_path):
     def make(steps: int) -> list[Switch]:
         for rank, name in enumerate(hosts.names):
             made.append(Switch(
-                tmp_path, steps, rank=rank, place=(str(rank), "2", f"{hosts.addresses[0]}:29400"),
+                tmp_path, steps, rank=rank, place=(str(rank), "2", hosts.addresses[0]),
                 prefix=("ip", "netns", "exec", name), node_timeout=NODE_TIMEOUT, training_seconds=60.0,
             ))
         return made
