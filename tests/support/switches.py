@@ -25,6 +25,8 @@ class Switch:
     def __init__(self, folder: Path, steps: int, *, rank: int = 0, place: tuple[str, ...] = (),
                  prefix: tuple[str, ...] = (), **settings):
         folder.mkdir(exist_ok=True)
+        for name in ("ports", "shared-memory"):
+            (folder / name).touch()
         self.folder, self.rank = folder, rank
         script = REPOSITORY / "tests/support/quick_switch.py"
         self.command = [*prefix, sys.executable, script, folder, str(steps), *place]
@@ -111,8 +113,7 @@ class Switch:
 
     def shared_memory(self) -> set[str]:
         """The files in /dev/shm that the programs have made and that are there."""
-        path = self.folder / "shared-memory"
-        return {name for name in path.read_text().split() if os.path.exists(name)} if path.exists() else set()
+        return {name for name in (self.folder / "shared-memory").read_text().split() if os.path.exists(name)}
 
     def recorded(self) -> set[str]:
         """Those that the switcher has written down."""

@@ -50,13 +50,16 @@ def read_devices(visible: tuple[str, ...] | None) -> list[DeviceUse]:
     chosen = [] if visible is None else ["-i", ",".join(visible)]
     memory = _query(["--query-gpu=uuid,memory.used,memory.total", *chosen])
     computing = _query(["--query-compute-apps=gpu_uuid,pid", *chosen])
-    return [
-        DeviceUse(
-            uuid=uuid, used_bytes=int(used) << 20, total_bytes=int(total) << 20,
-            processes=tuple(int(pid) for holder, pid in computing if holder == uuid),
-        )
-        for uuid, used, total in memory
-    ]
+    try:
+        return [
+            DeviceUse(
+                uuid=uuid, used_bytes=int(used) << 20, total_bytes=int(total) << 20,
+                processes=tuple(int(pid) for holder, pid in computing if holder == uuid),
+            )
+            for uuid, used, total in memory
+        ]
+    except ValueError:
+        raise RuntimeError(f"what nvidia-smi says of memory and processes cannot be read: {memory}, {computing}") from None
 
 
 def _query(arguments: list[str]) -> list[list[str]]:

@@ -53,7 +53,7 @@ class Machine:
         while place is not None:
             problem = self._pass_through(*place)
             if problem is None:
-                place, failures = follow_state(*place, self.job.last_step), 0
+                place = follow_state(*place, self.job.last_step)
                 continue
             self._clear(str(problem))
             before, progress = progress, self.job.read_progress()
