@@ -13,6 +13,13 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def let_others_read(path: Path) -> None:
+    """Give a file the permissions of an ordinary new one, where its writer (safetensors) has left it its owner's alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 def move_whole(partial: Path, path: Path) -> None:
     """Give a completely written file its name, durably: a reader sees the old file or the new one, whole."""
     sync_path(partial)

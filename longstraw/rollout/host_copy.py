@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from longstraw.receipts.collect import checksum_tensors
 from longstraw.rollout.weight_delta import apply_delta, round_as_trainer
-from longstraw.rollout.weight_folder import DELTA_FILE, REST_FILE, tensor_files
+from longstraw.rollout.weight_folder import DELTA_FILE, read_manifest, tensor_files
 from longstraw.rollout.weight_map import MappedWeight
 
 Sources = list[tuple[str, list[str] | None]]
@@ -63,10 +63,9 @@ class HostCopy:
         Raises ValueError as `apply_delta` does; the copy is as before, unless the message says that the update was applied.
         """
         folder = Path(folder)
+        whole = {name: folder / entry.file for name, entry in read_manifest(folder).tensors.items()}
         apply_delta(folder / DELTA_FILE, self.matrices)
-        if (folder / REST_FILE).exists():
-            with safe_open(str(folder / REST_FILE), framework="pt") as file:
-                self.others |= dict.fromkeys(file.keys(), folder / REST_FILE)
+        self.others |= whole
 
     @contextmanager
     def serve(self) -> Iterator[Sources]:
@@ -78,9 +77,9 @@ class HostCopy:
             for tensors in self._group():
                 self.checksums |= {name: checksum_tensors([(name, tensor)]) for name, tensor in tensors.items()}
                 descriptors.append(os.memfd_create("longstraw-weights"))
-                path = f"/proc/{os.getpid()}/fd/{descriptors[-1]}"
-                save_file(tensors, path)
-                sources.append((path, None))
+                with open(descriptors[-1], "wb", closefd=False) as file:
+                    file.write(save(tensors))
+                sources.append((f"/proc/{os.getpid()}/fd/{descriptors[-1]}", None))
             by_file: dict[Path, list[str]] = {}
             for name, file in self.others.items():
                 by_file.setdefault(file, []).append(name)

@@ -33,7 +33,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from longstraw.durable_files import sync_path
+from longstraw.durable_files import let_others_read, sync_path
 from longstraw.optim.masters import split_float32
 from longstraw.optim.projection import Projection
 from longstraw.optim.sketch import BlockLimits
@@ -140,7 +140,7 @@ def write_delta(path: str | Path, entries: Mapping[str, torch.Tensor], manifest:
     whole = replace(manifest, payload=checksum_weights(tensors.items()))
     partial = path.with_name(f"{path.name}.partial")
     save_file(tensors, partial, metadata={_METADATA_KEY: _to_json(whole)})
-    _let_others_read(partial)
+    let_others_read(partial)
     sync_path(partial)
     os.replace(partial, path)
     sync_path(path.parent)
@@ -271,10 +271,3 @@ def _compare_names(found: Iterable[str], wanted: Iterable[str], of: str, against
 def _list(names: list[str]) -> str:
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more
-
-
-def _let_others_read(path: Path) -> None:
-    """The permissions of an ordinary new file; safetensors leaves its owner's alone."""
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)

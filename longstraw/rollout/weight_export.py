@@ -15,14 +15,14 @@ Left out: collectives, and which tensors there are (`megatron.grpo.weight_sync`)
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from longstraw.durable_files import sync_path
+from longstraw.durable_files import let_others_read, sync_path
 from longstraw.receipts.collect import checksum_tensors
 from longstraw.rollout.weight_folder import (
     INDEX, MANIFEST, FileEntry, FolderManifest, TensorEntry, hash_file, write_manifest,
@@ -89,6 +89,7 @@ class ShardWriter:
             return
         path = self.folder / f"model-{self.rank:05d}-{len(self._report.files):05d}.safetensors"
         save_file(self._held, path, metadata={"format": "pt"})
+        let_others_read(path)
         sync_path(path)
         self._report.files[path.name] = hash_file(path)
         for name, tensor in self._held.items():
@@ -98,12 +99,12 @@ class ShardWriter:
 
 
 def complete_folder(
-    folder: Path, reports: Sequence[ShardReport], *, version: int, config: dict[str, Any], full_precision: bool = False,
+    folder: Path, reports: Sequence[ShardReport], manifest: FolderManifest, *, config: dict[str, Any],
     extra_files: Sequence[str] = (),
 ) -> FolderManifest:
-    """Write config.json, the index and the manifest of a folder whose shards are all there.
+    """Write config.json, the index and the manifest of a folder whose shards are all there; returns the manifest.
 
-    extra_files: names of further files in the folder that belong to it.
+    manifest: of kind full, without files and tensors. extra_files: names of further files in the folder that belong to it.
     """
     files = {name: entry for report in reports for name, entry in report.files.items()}
     tensors = {name: entry for report in reports for name, entry in report.tensors.items()}
@@ -115,8 +116,6 @@ def complete_folder(
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     for name in ("config.json", INDEX, *extra_files):
         files[name] = hash_file(folder / name)
-    manifest = FolderManifest(
-        kind="full", version=version, full_precision=full_precision, files=files, tensors=tensors
-    )
+    manifest = replace(manifest, files=files, tensors=tensors)
     write_manifest(folder, manifest)
     return manifest

@@ -1,8 +1,8 @@
 """A folder of weights that a trainer has written for whoever generates from them, and its manifest.
 
     full         a Hugging Face folder: safetensors shards, config.json
-    delta        an update: delta.safetensors (`weight_delta`), weight_map.json (`weight_map`), and rest.safetensors where
-                 weights besides the matrices moved
+    delta        an update: delta.safetensors (`weight_delta`), weight_map.json (`weight_map`), and shards with the whole
+                 tensors of what moved besides
     lora         a low-rank adapter in PEFT's format
     unchanged    nothing but the manifest: the step left the weights alone
 
@@ -14,7 +14,6 @@ Left out: writing the tensors (`weight_export`, `weight_delta`).
 
 import hashlib
 import json
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Literal, get_args
 
 from safetensors import SafetensorError, safe_open
 
-from longstraw.durable_files import sync_path
+from longstraw.durable_files import write_whole
 from longstraw.receipts.collect import checksum_tensors, join_checksums
 
 FORMAT_VERSION = 1
@@ -30,7 +29,6 @@ MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 DELTA_FILE = "delta.safetensors"
-REST_FILE = "rest.safetensors"
 MAP_FILE = "weight_map.json"
 _NAMES_SHOWN = 3
 
@@ -67,6 +65,9 @@ class FolderManifest:
     base_checksum: str | None = None
     """Of an adapter: `FolderManifest.checksum` of the weights it belongs to."""
 
+    identity: str | None = None
+    """Checksum of the trainer's own weights: by it a trainer that goes on knows whether the folder is of its run."""
+
     full_precision: bool = False
     """Of a full folder: matrices are in float32 where the model computes in bfloat16, as updates need them."""
 
@@ -94,6 +95,16 @@ def version_folder(root: str | Path, version: int) -> Path:
     return Path(root) / f"version-{version}"
 
 
+def list_versions(root: str | Path) -> dict[int, FolderManifest]:
+    """The complete versions under a trainer's folder, by number."""
+    found = {}
+    for folder in Path(root).glob("version-*"):
+        number = folder.name.removeprefix("version-")
+        if number.isdecimal() and (folder / MANIFEST).exists():
+            found[int(number)] = read_manifest(folder)
+    return found
+
+
 def hash_file(path: Path) -> FileEntry:
     """A file's entry, from its content."""
     with open(path, "rb") as file:
@@ -102,11 +113,7 @@ def hash_file(path: Path) -> FileEntry:
 
 def write_manifest(folder: Path, manifest: FolderManifest) -> None:
     """Make a folder complete: a reader sees the whole manifest or none."""
-    partial = folder / f"{MANIFEST}.partial"
-    partial.write_text(json.dumps({"format_version": FORMAT_VERSION} | asdict(manifest), indent=1) + "\n")
-    sync_path(partial)
-    os.replace(partial, folder / MANIFEST)
-    sync_path(folder)
+    write_whole(folder / MANIFEST, json.dumps({"format_version": FORMAT_VERSION} | asdict(manifest), indent=1) + "\n")
 
 
 def read_manifest(folder: str | Path) -> FolderManifest:

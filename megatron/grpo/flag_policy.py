@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from longstraw.patches.world_sizes import find_misfits
 from megatron.grpo.logra_flags import check_logra
+from megatron.grpo.weight_sync_config import check_weight_sync
 from megatron.grpo.presets import ModelPreset, get_preset
 
 _PRESET_FLAGS = """
@@ -222,6 +223,7 @@ def check_values(args: Namespace, preset: ModelPreset, *, cuda: bool, fused_adam
         *_check_training(args),
         *_check_model(args, preset),
         *_check_lora(args),
+        *check_weight_sync(args, preset),
         *_check_parallel_sizes(args, preset, world_size),
         *_check_device(args, cuda, fused_adam),
         *_check_checkpoints(args),

@@ -32,6 +32,8 @@ _SWITCHES: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
      lambda args: bool(args.load)),
     ("rollout_steps", "--rollout-only", lambda args: args.rollout_only),
     ("rollout_is_cap", "--rollout-is token or sequence", lambda args: args.rollout_is != "none"),
+    ("weight_sync_full_interval", "--weight-sync delta", lambda args: args.weight_sync == "delta"),
+    ("weight_sync_keep", "--weight-sync full, delta or lora", lambda args: args.weight_sync != "none"),
     ("kl_estimator", "--kl-coefficient above 0", lambda args: args.kl_coefficient > 0),
     ("group_filter_retries", "--group-filter drop_uniform", lambda args: args.group_filter == "drop_uniform"),
     ("reward_baseline_decay", "--advantage-estimator running_mean",

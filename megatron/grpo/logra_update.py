@@ -34,7 +34,7 @@ from longstraw.transaction.kl_probe import KlProbe
 from longstraw.transaction.step import Step
 from megatron.grpo.logra import LograOptimizer
 from megatron.grpo.optimizer import clip_gradients
-from megatron.grpo.weight_deltas import DeltaWriter
+from megatron.grpo.weight_deltas import DeltaFolder
 from megatron.grpo.weight_update import check_finite, count_buffers, count_state
 
 
@@ -48,9 +48,9 @@ class LograUpdate:
         self.args, self.config, self.ddp, self.optimizer, self.scheduler = args, config, ddp, optimizer, scheduler
         self.groups, self.adapters, self.logra = groups, step.engine.adapters, optimizer.logra
         self.states_kept = config.kl_probe_prompts if config.update_step_size == "predicted-kl" else 0
-        self.deltas = None
+        self.deltas = None  # notes each update before the weights move: a DeltaFolder, or what --weight-sync delta needs
         if config.logra_delta_dir:
-            self.deltas = DeltaWriter(config.logra_delta_dir, optimizer, resumed_step=resumed_step)
+            self.deltas = DeltaFolder(config.logra_delta_dir, optimizer, resumed_step=resumed_step)
         self.probe = KlProbe(step, config, optimizer.updated_model.moved, groups.dp_cp)
 
     @contextmanager
@@ -91,7 +91,7 @@ class LograUpdate:
         self.optimizer.mismatch = mismatch
         measured = self._measure_step(chosen.pop("base", None), probed, chosen)
         self.clear()
-        written = {} if self.deltas is None else self.deltas.write()
+        written = {} if self.deltas is None else self.deltas.finish()
         return figures | rest_norm | written | {"learning_rate": learning_rate, "step_refused": 0} | chosen | measured
 
     def describe_rest(self) -> dict:

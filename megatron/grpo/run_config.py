@@ -19,6 +19,7 @@ from megatron.grpo.lora_config import LoraConfig
 from megatron.grpo.prompts import DataConfig
 from megatron.grpo.rewards import RewardConfig
 from megatron.grpo.rollout_config import RolloutConfig
+from megatron.grpo.weight_sync_config import WeightSyncConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,7 @@ class TrainConfig:
     lora: LoraConfig = LoraConfig()
     rollouts: RolloutConfig = RolloutConfig()
     mismatch: MismatchConfig = MismatchConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
 
     def __post_init__(self) -> None:
         """Refuse settings of two groups that exclude each other.
@@ -120,6 +122,7 @@ CONFIG_GROUPS = {
     "data": (DataConfig, "prompts"),
     "sampling": (SamplingConfig, "rollout"),
     "rollouts": (RolloutConfig, "rollout source and store"),
+    "weight_sync": (WeightSyncConfig, "weights for a rollout engine"),
     "rewards": (RewardConfig, "rewards"),
     "objective": (ObjectiveConfig, "objective"),
     "mismatch": (MismatchConfig, "mismatch of rollout and trainer"),

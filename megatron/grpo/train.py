@@ -46,6 +46,7 @@ from megatron.grpo.run_data import load_run_data
 from megatron.grpo.sharding import is_expert, partition_dim
 from megatron.grpo.stop_signal import StopSignal
 from megatron.grpo.trainer import Trainer
+from megatron.grpo.weight_sync import open_weight_sync
 from megatron.grpo.weight_update import AdamUpdate, WeightUpdate
 
 
@@ -188,6 +189,7 @@ def run(args, config) -> None:
         replays_routes=config.rollouts.rollout_router_replay,
     )
     update = build_update(args, config, ddp, optimizer, scheduler, groups, step, resumed_step=done)
+    weight_sync = open_weight_sync(args, config.weight_sync, model, update, groups, resumed_step=done)
     parts = build_rollouts(args, config, data, groups, step, device, done=done)
     step.check_stop = lambda: _stop_if(stop.agreed(groups.tp_cp))
     initial_weights = checksum_weights(model)
@@ -209,8 +211,10 @@ def run(args, config) -> None:
                 args=args, config=config, groups=groups, update=update, step=step, rollouts=parts.source,
                 scorer=parts.scorer, sampler=parts.resident,
                 eval_prompts=list(data.eval_prompts[: config.run.eval_samples]), order=data.order, recorder=recorder,
-                stop=stop, save=save, baseline=baseline,
+                stop=stop, save=save, baseline=baseline, weight_sync=weight_sync,
             )
+            if weight_sync is not None:
+                weight_sync.start()
             last_step = trainer.train(done + 1)
             if last_step > done:
                 write_record(

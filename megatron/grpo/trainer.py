@@ -34,6 +34,7 @@ from megatron.grpo.rollouts import RolloutSource, set_advantages
 from megatron.grpo.run_config import TrainConfig
 from megatron.grpo.samplers import ResidentSampler, SamplingFailure
 from megatron.grpo.stop_signal import StopSignal
+from megatron.grpo.weight_sync import WeightSync
 from megatron.grpo.weight_update import WeightUpdate
 
 
@@ -68,11 +69,13 @@ class Trainer:
         self, *, args, config: TrainConfig, groups, update: WeightUpdate, step: Step, rollouts: RolloutSource,
         scorer: RewardScorer, sampler: ResidentSampler, eval_prompts: list[Prompt], order: PromptOrder,
         recorder: RunRecorder, stop: StopSignal, save: Callable[[int], object], baseline: RewardBaseline,
+        weight_sync: WeightSync | None = None,
     ):
         self.args, self.config, self.groups, self.update = args, config, groups, update
         self.step, self.rollouts, self.scorer, self.sampler = step, rollouts, scorer, sampler
         self.eval_prompts, self.order = eval_prompts, order
         self.recorder, self.stop, self.save, self.baseline = recorder, stop, save, baseline
+        self.weight_sync = weight_sync
         self.rewards: list[float] = []  # of this replica's responses of the step that take part
         self.world = dist.group.WORLD
         self.device = sampler.device
@@ -169,16 +172,20 @@ class Trainer:
             counts = self.step.count_terms(groups)
             if counts.num_tokens == 0:
                 self.recorder.console.say(f"step {number}: no response token is trained; the weights stay as they are")
-                metrics = self._leave_weights()
+                metrics, moved = self._leave_weights(), False
             else:
                 result = self._phase("replay", lambda: self._replay(number, groups, counts))
                 metrics = self._commit(number, groups, result)
+                moved = not metrics.get("step_refused")
             metrics |= self._describe_mismatch(groups, masked) | self._move_baseline()
         except (StepInterrupted, StepRejected):
             self._roll_back(snapshot)
             raise
         self.counts.add(groups)
         self._show_failures(number)
+        if self.weight_sync is not None:
+            with self.recorder.clock.phase("weight_sync"):
+                metrics |= self.weight_sync.write(number, changed=moved)
         seconds, peak_bytes = self._largest(time.perf_counter() - started, read_peak_bytes())
         return {"step": number} | self._describe(groups) | metrics | {"seconds": seconds, "peak_bytes": int(peak_bytes)}
 

@@ -1,7 +1,7 @@
-"""Each step's update as a file for whoever follows the trainer's weights (--logra-delta-dir).
+"""Each step's update for whoever follows the trainer's weights, and (--logra-delta-dir) a folder of them.
 
     writer.note(number, step)     before the weights move: U of every matrix, and a checksum of the weights
-    writer.write()                after they have moved: the file DIR/step_0000001.safetensors, by rank 0
+    writer.write(path)            after they have moved: the file, by rank 0
 
 U and the weights are put together over tensor and expert parallelism matrix by matrix; ranks share out the hashing. The
 weights' checksum after a step is the next one's base, so weights are hashed once a step.
@@ -35,24 +35,27 @@ def _open_folder(folder: Path, *, fresh: bool) -> str:
 
 
 class DeltaWriter:
-    """Writes the updates of one run."""
+    """Writes the updates of one run. Every method is collective."""
 
-    def __init__(self, folder: str | Path, optimizer: LograOptimizer, *, resumed_step: int = 0):
-        """Collective. Raises ValueError, on every rank, where the folder cannot be made, or holds the files of another run
-        (resumed_step 0)."""
-        self.folder, self.optimizer, self.groups = Path(folder), optimizer, optimizer.groups
+    def __init__(self, optimizer: LograOptimizer):
+        self.optimizer, self.groups = optimizer, optimizer.groups
         self.pairs, self.logra = optimizer.updated_model.pairs, optimizer.logra
         self._base: str | None = None
         self._noted: tuple[int, dict[str, torch.Tensor], dict[str, WeightStep]] | None = None
-        problem = [_open_folder(self.folder, fresh=resumed_step == 0) if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(problem, src=0)
-        if problem[0]:
-            raise ValueError(problem[0])
 
-    def note(self, number: int, step: float) -> None:
-        """Before the weights move by step * U A. Collective."""
+    def base_checksum(self) -> str:
+        """Of the float32 weights as they are, if nobody but this writer's updates has moved them since it was asked."""
         if self._base is None:
             self._base = self._checksum()
+        return self._base
+
+    def forget(self) -> None:
+        """The weights have moved without an update of this writer's."""
+        self._base = self._noted = None
+
+    def note(self, number: int, step: float) -> None:
+        """Before the weights move by step * U A."""
+        self.base_checksum()
         entries, steps = {}, {}
         for matrix, weight in self.pairs:
             whole = self._whole(matrix, weight.factors(), rows_only=True)
@@ -62,9 +65,8 @@ class DeltaWriter:
                     entries[name] = tensor.to("cpu", torch.float32)
         self._noted = (number, entries, steps)
 
-    def write(self) -> dict:
-        """After the weights have moved -> `delta_bytes` and `delta_seconds`, equal on every rank. Collective."""
-        started = time.perf_counter()
+    def write(self, path: Path) -> int:
+        """After the weights have moved: the update that was noted, as a file by rank 0 -> its bytes, on every rank."""
         number, entries, steps = self._noted
         self._noted = None
         result, size = self._checksum(), [0]
@@ -75,10 +77,10 @@ class DeltaWriter:
                 seed=one.projection.seed, draw=one.projection.draw, entries_at_once=one.limits.entries,
                 rows_at_once=ROWS_AT_ONCE, weights=steps,
             )
-            size = [write_delta(self.folder / f"step_{number:07d}.safetensors", entries, manifest)]
+            size = [write_delta(path, entries, manifest)]
         dist.broadcast_object_list(size, src=0)
         self._base = result
-        return {"delta_bytes": size[0], "delta_seconds": time.perf_counter() - started}
+        return size[0]
 
     def _checksum(self) -> str:
         """Of the float32 weights of all matrices, as `longstraw.rollout.weight_delta.checksum_weights` has it."""
@@ -109,3 +111,27 @@ class DeltaWriter:
         dist.all_gather(parts, shard.contiguous(), group=ep)
         experts = self.optimizer.preset.num_experts
         return {whole_name(matrix.name, experts, rank, ep.size()): part for rank, part in enumerate(parts)}
+
+
+class DeltaFolder:
+    """The updates of one run as DIR/step_0000001.safetensors and so on (--logra-delta-dir)."""
+
+    def __init__(self, folder: str | Path, optimizer: LograOptimizer, *, resumed_step: int = 0):
+        """Collective. Raises ValueError, on every rank, where the folder cannot be made, or holds the files of another run
+        (resumed_step 0)."""
+        self.folder, self.writer, self._number = Path(folder), DeltaWriter(optimizer), 0
+        problem = [_open_folder(self.folder, fresh=resumed_step == 0) if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(problem, src=0)
+        if problem[0]:
+            raise ValueError(problem[0])
+
+    def note(self, number: int, step: float) -> None:
+        """Before the weights move. Collective."""
+        self._number = number
+        self.writer.note(number, step)
+
+    def finish(self) -> dict:
+        """After they have moved -> `delta_bytes` and `delta_seconds`, equal on every rank. Collective."""
+        started = time.perf_counter()
+        size = self.writer.write(self.folder / f"step_{self._number:07d}.safetensors")
+        return {"delta_bytes": size, "delta_seconds": time.perf_counter() - started}

@@ -8,7 +8,7 @@ Left out: pipeline parallelism, every rank of a TP or EP group holding its part 
 Transformer Engine, whose distributed checkpoints are those of the experts that conversion builds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +67,15 @@ def fill_parameter(model, parameter, entry: ParameterMap, whole: torch.Tensor, p
 
 
 def match_parameters(
-    model: GPTModel, maps: list[ParameterMap], preset: ModelPreset
+    model: GPTModel, maps: list[ParameterMap], preset: ModelPreset, *, ignore: Callable[[str], bool] = lambda name: False
 ) -> Iterator[tuple[ParameterMap, torch.Tensor]]:
     """Every map with the model's parameter or buffer; of another EP rank's expert, with this rank's of the same shape.
 
-    Raises ValueError where maps and model do not name the same parameters.
+    ignore: names in the model that no map need have. Raises ValueError where maps and model do not name the same parameters.
     """
     state = model.state_dict(keep_vars=True)
-    tensors = {name: state[name] for name in state if not name.endswith("_extra_state")}
-    names = [_local_name(model, entry, preset) for entry in maps]
+    tensors = {name: state[name] for name in state if not (name.endswith("_extra_state") or ignore(name))}
+    names = [local_name(model, entry, preset) for entry in maps]
     differ = sorted(tensors.keys() ^ set(names))
     if differ:
         raise ValueError(f"the model and its preset differ in the parameters {', '.join(differ)}")
@@ -86,7 +86,7 @@ def _experts_per_rank(model: GPTModel, preset: ModelPreset) -> int:
     return preset.num_experts // model.pg_collection.ep.size()
 
 
-def _local_name(model: GPTModel, entry: ParameterMap, preset: ModelPreset) -> str:
+def local_name(model: GPTModel, entry: ParameterMap, preset: ModelPreset) -> str:
     """The name on every EP rank: experts are counted from 0 there."""
     if entry.expert is None:
         return entry.megatron

@@ -1,0 +1,121 @@
+"""After each step, the weights for a rollout engine: DIR/version-K after step K (--weight-sync, --weight-sync-dir).
+
+    sync = open_weight_sync(args, config, model, update, groups, resumed_step=done)
+    sync.start()                             version-`done` is there, and no later one
+    sync.write(number, changed=True)         version-`number`; its bytes and seconds
+
+A folder is complete once its manifest is there, which is written last. A run that goes on from a checkpoint removes the
+versions after it, since those steps are done again, and keeps its own last one if that holds the very weights that were
+loaded; else it writes them whole.
+
+Left out: telling the engine (`longstraw.rollout.vllm_client`) and sending folders to machines that do not see them.
+"""
+
+import shutil
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from longstraw.rollout.weight_export import open_folder
+from longstraw.rollout.weight_folder import FolderManifest, list_versions, plan_syncs, version_folder, write_manifest
+from longstraw.transaction.commit import agree_on_failure
+from megatron.grpo.weight_sync_config import WeightSyncConfig
+from megatron.grpo.weight_update import WeightUpdate
+from megatron.grpo.weight_versions import AdapterVersions, DeltaVersions, FullVersions
+
+
+def open_weight_sync(
+    args: Namespace, config: WeightSyncConfig, model: torch.nn.Module, update: WeightUpdate, groups, *, resumed_step: int
+) -> "WeightSync | None":
+    """What --weight-sync asks for. Collective. update: has the LoGRA steps noted by the writer of updates.
+
+    Raises ValueError, on every rank, where the folder cannot be made.
+    """
+    if config.weight_sync == "none":
+        return None
+    if config.weight_sync == "delta":
+        versions = DeltaVersions(args, model, groups, update.optimizer, every=config.weight_sync_full_interval)
+        update.deltas = versions
+    else:
+        versions = (AdapterVersions if config.weight_sync == "lora" else FullVersions)(args, model, groups)
+    return WeightSync(versions, Path(config.weight_sync_dir), keep=config.weight_sync_keep, resumed_step=resumed_step)
+
+
+class WeightSync:
+    """See the module. keep: versions that stay, besides those that they build on; 0 for all."""
+
+    def __init__(self, versions: FullVersions, root: Path, *, keep: int, resumed_step: int):
+        self.versions, self.root, self.keep, self.resumed_step = versions, root, keep, resumed_step
+        message = agree_on_failure(self._make_root() if dist.get_rank() == 0 else "", dist.group.WORLD)
+        if message:
+            raise ValueError(message)
+
+    def start(self) -> None:
+        """Have the version of the weights as they are; remove what a run that was here before wrote after it. Collective."""
+        identity = self.versions.identity()
+        present: list = [None]
+        if dist.get_rank() == 0:
+            found = list_versions(self.root)
+            for folder in self.root.glob("version-*"):
+                number = folder.name.removeprefix("version-")
+                if number.isdecimal() and (int(number) > self.resumed_step or int(number) not in found):
+                    shutil.rmtree(folder)
+            present = [self._is_ours(found, identity)]
+        dist.broadcast_object_list(present, src=0)
+        if not present[0]:
+            self.versions.write_start(self.root, self.resumed_step)
+
+    def write(self, number: int, *, changed: bool) -> dict:
+        """After step `number` is committed -> `weight_sync_bytes` and `weight_sync_seconds`. Collective.
+
+        changed: whether the step moved the weights; if not, the version is the one before under another number.
+        """
+        started = time.perf_counter()
+        size = [self.versions.write(self.root, number) if changed else self._repeat(number)]
+        if dist.get_rank() == 0 and self.keep:
+            remove_old_versions(self.root, self.keep)
+        dist.broadcast_object_list(size, src=0)
+        return {"weight_sync_bytes": size[0], "weight_sync_seconds": time.perf_counter() - started}
+
+    def _repeat(self, number: int) -> int:
+        if dist.get_rank() == 0:
+            folder = version_folder(self.root, number)
+            open_folder(folder)
+            identity = list_versions(self.root)[number - 1].identity
+            write_manifest(
+                folder, FolderManifest(kind="unchanged", version=number, base_version=number - 1, identity=identity)
+            )
+        return 0
+
+    def _make_root(self) -> str:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return f"--weight-sync-dir {self.root} cannot be made: {error}"
+        return ""
+
+    def _is_ours(self, found: Mapping[int, FolderManifest], identity: str) -> bool:
+        """Whether the folder of the version that was loaded holds these weights, with all that it builds on."""
+        if self.resumed_step not in found or found[self.resumed_step].identity != identity:
+            return False
+        try:
+            plan_syncs(self.root, (), self.resumed_step)
+        except ValueError:
+            return False
+        return True
+
+
+def remove_old_versions(root: Path, keep: int) -> None:
+    """Remove all versions but the last `keep` and those that they build on."""
+    found = list_versions(root)
+    wanted: set[int] = set()
+    for number in sorted(found)[-keep:]:
+        while number is not None and number not in wanted:
+            wanted.add(number)
+            number = found[number].base_version if number in found else None
+    for number in found.keys() - wanted:
+        shutil.rmtree(version_folder(root, number))
