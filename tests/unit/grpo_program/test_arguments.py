@@ -71,6 +71,8 @@ def test_every_field_of_ours_is_a_flag_and_comes_back():
     _, sampled = parse("--rollout-engine vllm --rollout-server ready.json --rollout-store rollouts --rollout-only "
                        "--rollout-steps 2")
     _, stored = parse("--rollouts-from rollouts --rollout-router-replay --model-preset tiny-glm5.2")  # exclude sampling
+    _, synced = parse("--optimizer logra --weight-sync delta --weight-sync-dir weights --weight-sync-full-interval 3 "
+                      "--weight-sync-keep 4")
     _, default = parse()
     for name, (config_class, _) in CONFIG_GROUPS.items():
         if name == "logra":  # excludes LoRA: test_logra_flags.py
@@ -78,7 +80,7 @@ def test_every_field_of_ours_is_a_flag_and_comes_back():
         plain = getattr(default, name)
         for field in dataclasses.fields(config_class):
             others = {"reward_baseline_decay": alone, "rollouts_from": stored, "rollout_router_replay": stored}
-            given = getattr({"lora": adapted, "rollouts": sampled}.get(name, config), name)
+            given = getattr({"lora": adapted, "rollouts": sampled, "weight_sync": synced}.get(name, config), name)
             given = getattr(others[field.name], name) if field.name in others else given
             if field.name not in ("model_preset", "prompt_data", "tokenizer_path"):
                 assert getattr(given, field.name) != getattr(plain, field.name), field.name
