@@ -139,7 +139,7 @@ def run_with_deltas(runner: Runner, name: str, flags: str, deltas: Path) -> None
     seen = {}
 
     def remember(trainer):
-        seen["before"] = _whole_weights(trainer.update.deltas)
+        seen["before"] = _whole_weights(trainer.update.deltas.writer)
 
     records = runner.run(name, f"{flags} --logra-delta-dir {deltas}", prepare=remember)
     assert all(record["delta_bytes"] > 0 for record in records)

@@ -1,0 +1,18 @@
+"""Weight versions that runs of the program on two ranks leave for a rollout engine; see weight_sync_ranks.py."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import REPOSITORY, run_forked, run_on_ranks
+
+pytestmark = [pytest.mark.ranks(seconds=60), pytest.mark.timeout(900)]
+
+
+def test_versions_of_runs(tmp_path):
+    """Every check of weight_sync_ranks.py, in one launch."""
+    run_forked(
+        REPOSITORY / "examples" / "recall" / "make_data.py",
+        ["--output", tmp_path / "data", "--prompt-tokens", 47, "--num-facts", 4, "--num-train", 16, "--num-eval", 3], tmp_path,
+    )
+    run_on_ranks(Path(__file__).with_name("weight_sync_ranks.py"), 2, tmp_path, [str(tmp_path)], seconds=850)
