@@ -3,24 +3,27 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from longstraw.rollout.topology.command import Command
 from longstraw.rollout.topology.config import DeadlineConfig
-from longstraw.rollout.topology.gathering import choose_free_ports, split_rendezvous
+from longstraw.rollout.topology.gathering import split_rendezvous
 from longstraw.rollout.topology.run import run_switch
 from longstraw.rollout.topology.states import Progress
+from megatron.grpo.topology.commands import Commands
+from megatron.grpo.topology.config import SwitchConfig
+from megatron.grpo.topology.job import LoopJob
 from tests.support import quick_sides
 from tests.support.ranks import REPOSITORY
 
 
 class QuickJob:
-    """See `longstraw.rollout.topology.stages.Job`."""
+    """See `longstraw.rollout.topology.stages.Job`. On a Ray cluster, the server is `ray_pair` and nobody generates."""
 
-    uses_ray = False
-
-    def __init__(self, folder: Path, last_step: int, leader: str):
-        self.folder, self.last_step, self.leader = folder, last_step, leader
+    def __init__(self, folder: Path, last_step: int, commands: Commands):
+        self.folder, self.last_step, self.loop = folder, last_step, LoopJob(commands.config, commands.site, folder / "ready.json")
+        self.uses_ray = self.loop.uses_ray
 
     def read_progress(self) -> Progress:
         done = quick_sides.read_checkpoint(self.folder)["step"]
@@ -30,10 +33,10 @@ class QuickJob:
         )
 
     def choose_ports(self, role):
-        return choose_free_ports(self.leader, 1)
+        return self.loop.choose_ports(role)
 
     def ray_answers(self, ports):
-        raise AssertionError("no Ray here")
+        return self.loop.ray_answers(ports)
 
     def server_version(self):
         try:
@@ -48,9 +51,27 @@ class QuickJob:
 def main(folder: Path, steps: int, rank: int = 0, count: int = 1, rendezvous: str = "") -> int:
     """The switcher of one host."""
 
+    ray = bool(os.environ.get("QUICK_SWITCH_RAY"))
+
+    def make_commands(site):
+        """The real ones, of which Ray's are run."""
+        config = SwitchConfig(
+            run_dir=str(folder), model="none", train_iters=steps, num_nodes=count, node_rank=rank, rendezvous=rendezvous or None,
+            rollout_backend="ray" if ray else "mp",
+        )
+        return Commands(config=config, site=site, trainer_flags=(), server_flags=(), grace_seconds=2.0, ray_secret="s" * 64)
+
     def build(site):
         def command(role, step, ports):
+            if role == "ray":
+                return make_commands(site).build(role, step, ports)
             arguments, environment = [sys.executable, "-I", "-S", quick_sides.__file__, role], dict(os.environ)
+            if role == "server" and ray:
+                server = make_commands(site).build(role, step, ports)
+                return replace(
+                    server, arguments=(server.arguments[0], str(REPOSITORY / "tests/support/ray_pair.py"),
+                                       str(folder / "ready.json"), str(step - 1)), scratch=(folder / "ready.json",),
+                )
             if role == "trainer" and count > 1:
                 launch = [sys.executable, REPOSITORY / "tools/launch.py", "--nproc-per-node", "1", "--failure-seconds", "2"]
                 arguments = [*map(str, launch), str(REPOSITORY / "tests/support/quick_ranks.py")]
@@ -69,7 +90,7 @@ def main(folder: Path, steps: int, rank: int = 0, count: int = 1, rendezvous: st
     quick |= {"draining_seconds": 10.0, "rollout_down_seconds": 10.0, "grace_seconds": 3.0, "rendezvous_seconds": 20.0}
     deadlines = DeadlineConfig(**quick | json.loads(os.environ.get("QUICK_SWITCH", "{}")))
     return run_switch(
-        lambda site: QuickJob(folder, steps, site.address), build, folder / "switch", deadlines, rank=rank, count=count,
+        lambda site: QuickJob(folder, steps, make_commands(site)), build, folder / "switch", deadlines, rank=rank, count=count,
         rendezvous=split_rendezvous(rendezvous) if rendezvous else None, fingerprint=str(steps),
     )
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,7 +138,13 @@ class Switch:
             time.sleep(0.05)
 
     def end(self) -> None:
-        """Kill whatever is left, at the end of a test that may have failed."""
+        """End whatever is left, at the end of a test that may have failed."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                pass
         for process in [self.process, *(self.marked() if (self.folder / f"switch/node-{self.rank}.mark").exists() else ())]:
             process.kill()
         self.process.wait()
@@ -157,8 +164,10 @@ class Switch:
         self.check_nothing_left()
 
     def check_nothing_left(self) -> None:
-        """No process, shared memory, open port or ready file."""
+        """No process, shared memory, temporary file, open port or ready file."""
         assert list(self.marked()) == []
+        mark = (self.folder / f"switch/node-{self.rank}.mark").read_text()
+        assert not Path(tempfile.gettempdir(), f"longstraw-{mark[:12]}").exists()
         assert self.shared_memory() == set()
         assert not (self.folder / "ready.json").exists()
         for port in (self.folder / "ports").read_text().split():

@@ -45,15 +45,18 @@ def remove(path: Path) -> None:
 class KeptCommand:
     """A command that runs, or has run, under a keeper."""
 
-    def __init__(self, command: Command, mark: str):
-        """Starts it. Must be called in the process's main thread, whose end is the command's. Raises OSError."""
+    def __init__(self, command: Command, mark: str, temporary: Path):
+        """Starts it, with `temporary` as its folder of temporary files.
+
+        Must be called in the process's main thread, whose end is the command's. Raises OSError.
+        """
         for path in command.scratch:
             remove(path)
         command.log.parent.mkdir(parents=True, exist_ok=True)
         with open(command.log, "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), *command.arguments],
-                env=dict(command.environment) | {MARK: mark}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=dict(command.environment) | {MARK: mark, "TMPDIR": str(temporary)}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )
         self.command = command

@@ -15,6 +15,7 @@ import os
 import re
 import socket
 import stat
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ class LocalNode:
         self, *, build: Callable[[str, int, tuple[int, ...]], Command], mark: str, record: Path, adopts: bool = False
     ):
         self.build, self.mark, self.record, self.adopts = build, mark, record, adopts
+        self.temporary = Path(tempfile.gettempdir(), f"longstraw-{mark[:12]}")
         self.commands: dict[str, KeptCommand] = {}
         self.visible = choose_devices(os.environ)
         self._seen: dict[tuple[int, int], str] = {}  # (pid, start) -> name, of whatever ran below us
@@ -119,12 +121,21 @@ class LocalNode:
                 raise ValueError(f"the {order.role} runs already")
             self._began = self._began or time.time()
             self._clearing = self._cleared = False
-            command = KeptCommand(self.build(order.role, order.step, order.ports), self.mark)
+            self._make_temporary()
+            command = KeptCommand(self.build(order.role, order.step, order.ports), self.mark, self.temporary)
             self.commands[order.role] = command
             if command.identity is not None:
                 self._seen[command.identity.key] = order.role
                 self._sessions.add(command.identity.pid)
             self._scratch |= {str(path) for path in command.command.scratch}
+            self._write_record()
+
+    def _make_temporary(self) -> None:
+        """The folder of temporary files of whatever is started until the next clearing."""
+        if str(self.temporary) not in self._scratch:
+            remove(self.temporary)
+            self.temporary.mkdir(mode=0o700)
+            self._scratch.add(str(self.temporary))
             self._write_record()
 
     def tick(self) -> None:

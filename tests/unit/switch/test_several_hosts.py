@@ -1,13 +1,18 @@
 """Two hosts for real: network namespaces joined by a veth pair, a switcher in each, torchrun --nnodes 2 across them."""
 
+import json
 import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
+from longstraw.rollout.vllm_client.process import find_vllm_python
 from tests.support.switches import Switch
 
 if os.geteuid() != 0 or shutil.which("ip") is None:
@@ -38,6 +43,8 @@ class TwoHosts:
         for name, cable, address in zip(self.names, self.cables, self.addresses):
             ip("-n", name, "address", "add", f"{address}/24", "dev", cable)
             ip("-n", name, "link", "set", cable, "up")
+        for name, other in zip(self.names, self.addresses[::-1]):
+            ip("-n", name, "route", "add", "default", "via", other)  # Ray asks the routes for its own address
 
     def cut(self) -> None:
         ip("-n", self.names[1], "link", "set", self.cables[1], "down")
@@ -62,11 +69,11 @@ def switches(hosts, tmp_path):
     """Makes a switcher for each host; ends them all."""
     made = []
 
-    def make(steps: int) -> list[Switch]:
+    def make(steps: int, **settings) -> list[Switch]:
         for rank, name in enumerate(hosts.names):
             made.append(Switch(
                 tmp_path, steps, rank=rank, place=(str(rank), "2", hosts.addresses[0]),
-                prefix=("ip", "netns", "exec", name), node_timeout=NODE_TIMEOUT, training_seconds=60.0,
+                prefix=("ip", "netns", "exec", name), node_timeout=NODE_TIMEOUT, training_seconds=60.0, **settings,
             ))
         return made
 
@@ -129,3 +136,31 @@ def test_a_killed_host_ends_the_others(switches):
     both[1].process.wait()
     both[1].wait_for_nothing()
     assert list(both[0].marked()) == []
+
+
+def has_ray() -> str:
+    """Why Ray cannot be started here; "" where it can."""
+    try:
+        python = find_vllm_python()
+    except ValueError as error:
+        return str(error)
+    return "" if python.with_name("ray").exists() else f"{python.parent.parent} has no Ray (requirements/ray.txt)"
+
+
+@pytest.mark.skipif(bool(has_ray()), reason=f"NOT TESTED: Ray over two hosts: {has_ray()}")
+def test_ray_spans_the_hosts_while_the_engine_serves_and_is_gone_after_it(switches, monkeypatch):
+    monkeypatch.setenv("QUICK_SWITCH_RAY", "1")
+    both = switches(1, rollout_up_seconds=150.0)
+    both[0].hold("generating", 1)
+    for switch in both:
+        switch.start()
+    both[0].wait_for("done", "rollout_up", 1, 170)
+    workers = json.loads((both[0].folder / "ready.json").read_text())["workers"]
+    assert sorted(address for _, address, _ in workers) == ["198.18.41.1", "198.18.41.2"]
+    assert len({pid for pid, _, _ in workers}) == len({node for _, _, node in workers}) == 2
+    both[0].process.send_signal(signal.SIGTERM)
+    assert [switch.wait(30) for switch in both] == [75, 75]
+    for switch in both:
+        switch.check_nothing_left()
+    assert not any(psutil.pid_exists(pid) for pid, _, _ in workers)
+    assert not list(Path(tempfile.gettempdir()).glob("longstraw-ray-*"))
