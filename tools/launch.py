@@ -49,6 +49,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
                         help="time the ranks have to save after SIGTERM or SIGINT (default: %(default)s)")
     parser.add_argument("--failure-seconds", type=float, default=5.0,
                         help="time the other ranks have to end once one has failed (default: %(default)s)")
+    parser.add_argument("--log-dir", type=Path, default=None,
+                        help="folder for one file a rank, rank-00001.log and so on, added to; the first rank of each machine "
+                        "still writes here (default: all ranks do)")
     parser.add_argument("-m", "--module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("program", help="module or script to run on every rank")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own arguments")
@@ -248,6 +251,9 @@ def run_ranks(args: argparse.Namespace, command: list[str], environ: dict[str, s
         launch = Launch(Path(directory), args.grace_seconds, args.failure_seconds)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, launch.note_signal)
+        if args.log_dir is not None:
+            args.log_dir.mkdir(parents=True, exist_ok=True)
+            environ = environ | {launch_rank.LOG_DIR: str(args.log_dir.resolve())}
         rank_command = [sys.executable, "-I", "-S", launch_rank.__file__, directory, *command]
         agent = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *choose_rendezvous(environ), "--max-restarts", "0",

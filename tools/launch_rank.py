@@ -5,6 +5,8 @@ that catches SIGTERM in order to save, and waits for a dead peer in a collective
 this small parent, which writes an exit status at the moment it happens. It imports neither torch nor the program.
 
     python launch_rank.py DIRECTORY COMMAND...     writes DIRECTORY/RANK.pid, then DIRECTORY/RANK.exit ("time status")
+
+Under LONGSTRAW_LAUNCH_LOGS, a folder, every rank but its machine's first writes to a file of its own there.
 """
 
 import ctypes
@@ -15,6 +17,7 @@ import sys
 import time
 
 PR_SET_PDEATHSIG = 1
+LOG_DIR = "LONGSTRAW_LAUNCH_LOGS"
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -29,6 +32,15 @@ def write_whole(path: str, text: str) -> None:
     with open(path + ".new", "w") as file:
         file.write(text)
     os.replace(path + ".new", path)
+
+
+def open_log() -> dict:
+    """Where the rank's output goes, as subprocess takes it: nothing for the first rank of a machine, or without a folder."""
+    folder = os.environ.pop(LOG_DIR, "")
+    if not folder or os.environ["LOCAL_RANK"] == "0":
+        return {}
+    log = open(os.path.join(folder, f"rank-{int(os.environ['RANK']):05d}.log"), "ab")
+    return {"stdout": log, "stderr": log}
 
 
 def run_rank(directory: str, command: list[str]) -> int:
@@ -46,7 +58,7 @@ def run_rank(directory: str, command: list[str]) -> int:
         signal.signal(signum, pass_on)
     die_with_parent()
     # A session of its own: torchrun signals this process's whole group, and the rank must get each signal once.
-    child = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent)
+    child = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent, **open_log())
     if asked:
         child.send_signal(signal.SIGTERM)
     write_whole(record + ".pid", str(os.getpid()))

@@ -74,6 +74,7 @@ class Commands:
     def _build_trainer(self, step: int, ports: tuple[int, ...]):
         config, launch = self.config, [sys.executable, ROOT / "tools/launch.py"]
         launch += ["--nproc-per-node", config.nproc_per_node, "--grace-seconds", f"{self.grace_seconds:g}"]
+        launch += ["--log-dir", self.config.switch / "logs" / f"step-{step:06d}.trainer"]
         own = ["--rollouts-from", config.rollouts, "--weight-sync", config.sync_kind(step), "--weight-sync-dir", config.weights]
         # One step a process: --train-iters stays that of the whole run, since schedules end with it.
         own += ["--exit-interval", 1]

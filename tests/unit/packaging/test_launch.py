@@ -125,6 +125,16 @@ def test_two_machines_make_one_job(ranks):
 
 
 @pytest.mark.ranks
+def test_each_rank_but_the_first_has_a_log_of_its_own(ranks):
+    speak = PYTHON_RANK + "print(f'this is {rank}', flush=True); print(f'error {rank}', file=sys.stderr)"
+    process = ranks.start(speak, flags=("--log-dir", "some logs"))
+    assert process.wait(60) == 0
+    assert (ranks.folder / "some logs/rank-00001.log").read_text() == "this is 1\nerror 1\n"
+    shown = process.stderr.read()
+    assert "error 0" in shown and "error 1" not in shown and len(list((ranks.folder / "some logs").iterdir())) == 1
+
+
+@pytest.mark.ranks
 def test_one_dead_rank_ends_the_launch_within_seconds(ranks):
     process = ranks.start(STUCK_COLLECTIVE, flags=("--failure-seconds", "3"))
     status = process.wait(100)
