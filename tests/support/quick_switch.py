@@ -44,9 +44,6 @@ class QuickJob:
         except FileNotFoundError:
             return None
 
-    def begin_state(self, state, step):
-        pass
-
 
 def main(folder: Path, steps: int, rank: int = 0, count: int = 1, rendezvous: str = "") -> int:
     """The switcher of one host."""

@@ -70,7 +70,6 @@ class Machine:
         self.journal.write("enter", state=state.value, step=step)
         self.say(f"step {step}: {state.value}")
         try:
-            self.job.begin_state(state, step)
             stage.enter()
             while not stage.is_over():
                 self._tick(state, step)

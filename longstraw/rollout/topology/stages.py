@@ -11,6 +11,7 @@ from longstraw.rollout.topology.crew import Crew, StageFailed
 from longstraw.rollout.topology.states import Progress, State
 
 LOOK_SECONDS = 0.3
+NO_WEIGHTS = -1
 
 
 class Job(Protocol):
@@ -29,10 +30,7 @@ class Job(Protocol):
         """Whether Ray's head can be reached."""
 
     def server_version(self) -> int | None:
-        """Version of the weights that the server serves; None while it does not answer."""
-
-    def begin_state(self, state: State, step: int) -> None:
-        """Called when a state is entered: the place to drop what no state will need again."""
+        """Version of the weights that the server serves, NO_WEIGHTS where it has none yet; None while it does not answer."""
 
 
 class Stage:

@@ -21,7 +21,7 @@ from longstraw.rollout.topology.command import Command
 from longstraw.rollout.topology.run import LOOPBACK, Site
 from longstraw.rollout.vllm_client.process import find_vllm_python, server_environment
 from megatron.grpo.topology.config import SwitchConfig
-from megatron.grpo.topology.disk import list_weight_folders
+from megatron.grpo.topology.disk import plan_start
 
 ROOT = Path(__file__).resolve().parents[3]
 PLANNED_VENV = ROOT / ".venv-vllm"
@@ -75,7 +75,7 @@ class Commands:
         config, launch = self.config, [sys.executable, ROOT / "tools/launch.py"]
         launch += ["--nproc-per-node", config.nproc_per_node, "--grace-seconds", f"{self.grace_seconds:g}"]
         launch += ["--log-dir", self.config.switch / "logs" / f"step-{step:06d}.trainer"]
-        own = ["--rollouts-from", config.rollouts, "--weight-sync", config.sync_kind(step), "--weight-sync-dir", config.weights]
+        own = ["--rollouts-from", config.rollouts, "--weight-sync", config.weight_sync, "--weight-sync-dir", config.weights]
         # One step a process: --train-iters stays that of the whole run, since schedules end with it.
         own += ["--exit-interval", 1]
         environment = self._environment()
@@ -103,7 +103,8 @@ class Commands:
 
     def _build_server(self, step: int, ports: tuple[int, ...]):
         config, environment = self.config, server_environment()
-        flags = ["--model", list_weight_folders(config.weights, Path(config.model), step - 1)[0].resolve()]
+        folder, syncs = plan_start(config.weights, Path(config.model), step - 1)
+        flags = ["--model", folder.resolve(), *(["--await-sync"] if syncs and folder == Path(config.model) else [])]
         flags += ["--tensor-parallel-size", config.rollout_tensor_parallel_size]
         flags += ["--pipeline-parallel-size", config.rollout_pipeline_parallel_size]
         flags += ["--bind-address", self.site.address if config.uses_ray else LOOPBACK]
@@ -116,7 +117,7 @@ class Commands:
         return command, environment, (self.ready_file,)
 
     def _build_sync(self, step: int, ports: tuple[int, ...]):
-        folders = list_weight_folders(self.config.weights, Path(self.config.model), step - 1)[1:]
+        _, folders = plan_start(self.config.weights, Path(self.config.model), step - 1)
         program = [sys.executable, "-m", "longstraw.rollout.vllm_client.catch_up", "--ready-file", self.ready_file]
         return [*program, *folders], self._environment(), ()
 

@@ -38,15 +38,11 @@ class SwitchConfig:
     open. Needed with --num-nodes above 1."""
 
     weight_sync: Literal["full", "delta", "lora"] = "full"
-    """How a step's weights reach the engine: all of them, the LoGRA update, or a low-rank adapter."""
-
-    full_sync_interval: int = 16
-    """With --weight-sync delta or lora: every this many steps all weights are written, so that an engine that starts need
-    not apply more updates than that. 1 writes all of them always."""
+    """How a step's weights reach the engine: --weight-sync of the trainer. Its other flags of the kind are given among its own."""
 
     weight_sync_dir: Optional[str] = None
     """Folder of the weights for the engine, on a fast file system that trainer and server share: /dev/shm or node-local on one
-    host. Default: RUN_DIR/weights. Those that no step will need again are removed."""
+    host. Default: RUN_DIR/weights."""
 
     rollout_tensor_parallel_size: int = 1
     """Ranks that the engine cuts each layer over."""
@@ -73,7 +69,7 @@ class SwitchConfig:
         for name in ("run_dir", "model"):
             if not getattr(self, name):
                 raise ValueError(f"--{name.replace('_', '-')} must name a folder")
-        for name in ("train_iters", "nproc_per_node", "num_nodes", "full_sync_interval", "rollout_tensor_parallel_size",
+        for name in ("train_iters", "nproc_per_node", "num_nodes", "rollout_tensor_parallel_size",
                      "rollout_pipeline_parallel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
@@ -125,7 +121,3 @@ class SwitchConfig:
     def switch(self) -> Path:
         """What the switcher writes."""
         return Path(self.run_dir, "switch")
-
-    def sync_kind(self, step: int) -> str:
-        """--weight-sync of the trainer in a step."""
-        return "full" if step % self.full_sync_interval == 0 else self.weight_sync

@@ -4,13 +4,11 @@ Each is whole where it can be seen at all: whoever writes it names it last (`meg
 `longstraw.rollout.weight_folder`, `longstraw.rollout.store`). Contents are checked by those that read them.
 """
 
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from longstraw.rollout.manifest import StepManifest
 from longstraw.rollout.topology.states import Progress
-from longstraw.rollout.weight_folder import FolderManifest, read_manifest, version_folder
+from longstraw.rollout.weight_folder import FolderManifest, plan_syncs, read_manifest, version_folder
 from megatron.grpo.checkpoint_folders import RELEASE, read_tracker
 
 
@@ -52,28 +50,17 @@ def has_rollouts(rollouts: Path, step: int) -> bool:
     return True
 
 
-def list_weight_folders(weights: Path, model: Path, version: int) -> list[Path]:
-    """The folders that give a version to an engine that starts: one with all weights, then those that build on it, in order.
+def plan_start(weights: Path, model: Path, version: int) -> tuple[Path, list[Path]]:
+    """How an engine that starts gets a version: the folder it is started from, and those that it is synced to then, in order.
 
-    Raises ValueError where one of them is missing.
+    Whole weights of the engine's own precision are what it starts from. Where updates build on whole weights at the trainer's
+    precision, it starts without any and takes them first, so that they are rounded as the trainer rounds.
+
+    Raises ValueError where a folder is missing or not whole.
     """
-    folders: list[Path] = []
-    while version > 0:
-        manifest = find_weights(weights, version)
-        folder = version_folder(weights, version)
-        if manifest is None:
-            raise ValueError(f"{folder} is missing or not whole, and later weights build on it")
-        folders.append(folder)
-        if manifest.kind == "full":
-            return folders[::-1]
-        version = manifest.base_version
-    base = version_folder(weights, 0)
-    return [*([base] if find_weights(weights, 0) is not None else [model]), *folders[::-1]]
-
-
-def drop_weights(weights: Path, keep: Sequence[Path], before: int) -> None:
-    """Remove the folders of versions below `before` that are not in `keep`."""
-    for folder in weights.glob("version-*"):
-        number = folder.name.removeprefix("version-")
-        if number.isdecimal() and int(number) < before and folder not in keep:
-            shutil.rmtree(folder)
+    if version == 0 and find_weights(weights, 0) is None:
+        return model, []
+    folders = plan_syncs(weights, (), version)
+    if read_manifest(folders[0]).full_precision:
+        return model, folders
+    return folders[0], folders[1:]

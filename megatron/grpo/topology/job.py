@@ -5,11 +5,12 @@ from pathlib import Path
 
 from longstraw.rollout.topology.gathering import choose_free_ports
 from longstraw.rollout.topology.run import Site
-from longstraw.rollout.topology.states import Progress, State
+from longstraw.rollout.topology.stages import NO_WEIGHTS
+from longstraw.rollout.topology.states import Progress
 from longstraw.rollout.vllm_client.engine import EngineError, VllmEngine
 from megatron.grpo.topology.commands import RAY_PORTS
 from megatron.grpo.topology.config import SwitchConfig
-from megatron.grpo.topology.disk import drop_weights, find_weights, list_weight_folders, read_progress
+from megatron.grpo.topology.disk import read_progress
 
 ANSWER_SECONDS = 5.0
 
@@ -43,12 +44,6 @@ class LoopJob:
             return None
         try:
             with VllmEngine(self.ready_file, call_seconds=ANSWER_SECONDS) as engine:
-                return engine.weight_version
+                return NO_WEIGHTS if engine.weight_version is None else engine.weight_version
         except EngineError:
             return None
-
-    def begin_state(self, state: State, step: int) -> None:
-        """Before a step trains, its rollouts are there: weights that only earlier steps needed can go."""
-        if state is State.TRAINING and step > 1 and find_weights(self.config.weights, step - 1) is not None:
-            keep = list_weight_folders(self.config.weights, Path(self.config.model), step - 1)
-            drop_weights(self.config.weights, keep, step - 1)

@@ -14,7 +14,7 @@ from longstraw.rollout.topology.states import Progress
 from longstraw.rollout.weight_folder import FolderManifest, version_folder, write_manifest
 from megatron.grpo.topology.commands import SERVER_OWNED, TRAINER_OWNED, Commands, check_flags
 from megatron.grpo.topology.config import SwitchConfig
-from megatron.grpo.topology.disk import drop_weights, list_weight_folders, read_progress
+from megatron.grpo.topology.disk import plan_start, read_progress
 from tests.support.ranks import REPOSITORY
 
 TOOL = REPOSITORY / "tools/switch_topology.py"
@@ -27,7 +27,7 @@ def run_tool(*words: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("fields, message", [
     ({"run_dir": ""}, "--run-dir must name a folder"), ({"train_iters": 0}, "--train-iters must be at least 1, not 0"),
-    ({"full_sync_interval": 0}, "--full-sync-interval must be at least 1"), ({"node_rank": 1}, "--node-rank 1 numbers none of --num-nodes 1"),
+    ({"node_rank": 1}, "--node-rank 1 numbers none of --num-nodes 1"),
     ({"num_nodes": 2}, "--num-nodes 2 needs --rendezvous"),
     ({"rollout_tensor_parallel_size": 3, "nproc_per_node": 2}, "are 3 ranks, more than the 2 devices"),
     ({"rollout_tensor_parallel_size": 4, "nproc_per_node": 2, "num_nodes": 2, "rendezvous": "a", "rollout_backend": "mp"},
@@ -43,11 +43,6 @@ def test_ray_is_chosen_where_one_host_has_too_few_devices():
     assert not SwitchConfig(**BASE, **two, rollout_tensor_parallel_size=2).uses_ray
     assert SwitchConfig(**BASE, **two, rollout_tensor_parallel_size=4).uses_ray
     assert SwitchConfig(**BASE, rollout_backend="ray").uses_ray
-
-
-def test_all_weights_are_written_every_so_often():
-    kinds = [SwitchConfig(**BASE, weight_sync="delta", full_sync_interval=3).sync_kind(step) for step in range(1, 7)]
-    assert kinds == ["delta", "delta", "full", "delta", "delta", "full"]
 
 
 @pytest.mark.parametrize("words, status, message", [
@@ -116,10 +111,10 @@ def test_a_programs_own_flags_are_left_to_the_switcher():
         check_flags(["--owner-pid", "1"], SERVER_OWNED, "engine")
 
 
-def write_version(weights: Path, version: int, kind: str = "full", base: int | None = None) -> Path:
+def write_version(weights: Path, version: int, kind: str = "full", base: int | None = None, **fields) -> Path:
     folder = version_folder(weights, version)
     folder.mkdir(parents=True)
-    write_manifest(folder, FolderManifest(kind=kind, version=version, base_version=base))
+    write_manifest(folder, FolderManifest(kind=kind, version=version, base_version=base, **fields))
     return folder
 
 
@@ -153,16 +148,20 @@ def test_the_disk_tells_how_far_a_run_is(tmp_path):
 
 def test_an_engine_that_starts_gets_all_weights_and_then_the_updates_on_them(tmp_path):
     weights, model = tmp_path / "weights", tmp_path / "hf"
-    assert list_weight_folders(weights, model, 0) == [model]
-    folders = {1: write_version(weights, 1, "delta", 0), 2: write_version(weights, 2, "full"),
-               3: write_version(weights, 3, "delta", 2), 4: write_version(weights, 4, "delta", 3)}
-    assert list_weight_folders(weights, model, 1) == [model, folders[1]]
-    assert list_weight_folders(weights, model, 4) == [folders[2], folders[3], folders[4]]
-    drop_weights(weights, list_weight_folders(weights, model, 4), 4)
-    assert sorted(path.name for path in weights.iterdir()) == ["version-2", "version-3", "version-4"]
+    assert plan_start(weights, model, 0) == (model, [])
+    write_version(weights, 0, full_precision=True)
+    folders = {1: write_version(weights, 1, "delta", 0), 2: write_version(weights, 2, full_precision=True),
+               3: write_version(weights, 3, "delta", 2), 4: write_version(weights, 4, "unchanged", 3), 5: write_version(weights, 5)}
+    assert plan_start(weights, model, 1) == (model, [version_folder(weights, 0), folders[1]])
+    assert plan_start(weights, model, 4) == (model, [folders[2], folders[3], folders[4]])
+    assert plan_start(weights, model, 5) == (folders[5], [])
     folders[3].joinpath("manifest.json").unlink()
-    with pytest.raises(ValueError, match="version-3 is missing or not whole, and later weights build on it"):
-        list_weight_folders(weights, model, 4)
+    with pytest.raises(ValueError, match="version 4 cannot be had from .*version-3"):
+        plan_start(weights, model, 4)
+    server = commands(tmp_path, weight_sync_dir=str(weights)).build("server", 2, ()).arguments
+    assert "--await-sync" in server and server[server.index("--model") + 1].endswith("hf")
+    server = commands(tmp_path, weight_sync_dir=str(weights)).build("server", 6, ()).arguments
+    assert "--await-sync" not in server and server[server.index("--model") + 1] == str(folders[5])
 
 
 def test_a_device_is_empty_when_nobody_computes_and_its_memory_is_back():
