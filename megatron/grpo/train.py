@@ -190,6 +190,10 @@ def run(args, config) -> None:
     )
     update = build_update(args, config, ddp, optimizer, scheduler, groups, step, resumed_step=done)
     weight_sync = open_weight_sync(args, config.weight_sync, model, update, groups, resumed_step=done)
+    if config.weight_sync.weight_sync_only:
+        weight_sync.start()
+        stop.restore()
+        return
     parts = build_rollouts(args, config, data, groups, step, device, done=done)
     step.check_stop = lambda: _stop_if(stop.agreed(groups.tp_cp))
     initial_weights = checksum_weights(model)

@@ -27,6 +27,9 @@ class WeightSyncConfig:
     weight_sync_keep: int = 2
     """Versions to keep in --weight-sync-dir, besides those that they build on. 0 keeps all."""
 
+    weight_sync_only: bool = False
+    """Write the version of the checkpoint in --load, unless it is there, and end without a step: for a folder that was lost."""
+
     def __post_init__(self) -> None:
         """Refuse values that do not fit together.
 
@@ -39,6 +42,8 @@ class WeightSyncConfig:
             raise ValueError(f"--weight-sync {self.weight_sync} needs --weight-sync-dir, where to write")
         if self.weight_sync == "none" and self.weight_sync_dir is not None:
             raise ValueError(f"--weight-sync-dir {self.weight_sync_dir} is written only with --weight-sync full, delta or lora")
+        if self.weight_sync_only and self.weight_sync == "none":
+            raise ValueError("--weight-sync-only writes nothing without --weight-sync full, delta or lora")
         for name in ("weight_sync_full_interval", "weight_sync_keep"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 0, not {getattr(self, name)}")
@@ -47,6 +52,8 @@ class WeightSyncConfig:
 def check_weight_sync(args: Namespace, preset: ModelPreset) -> list[str]:
     """One sentence for each combination that cannot be run."""
     kind, found = args.weight_sync, []
+    if args.weight_sync_only and not args.load:
+        found.append("--weight-sync-only writes the weights of a checkpoint: name its folder by --load")
     if kind == "delta":
         if args.optimizer != "logra" or args.update_direction != "sketch":
             found.append("--weight-sync delta writes the updates of --optimizer logra with --update-direction sketch")

@@ -1,7 +1,7 @@
 """Two sides that start in milliseconds, for tests of the switcher: real processes with ranks, workers, ports, shared memory
 and files on disk, and nothing of ours in them.
 
-    python -I -S quick_sides.py trainer|server|generator RUN_DIR STEP
+    python -I -S quick_sides.py trainer|exporter|server|generator RUN_DIR STEP
 
 The state that the trainer moves is a hash: step K makes hash(state, rollouts of step K). Rollouts are random bytes. So the last
 state can be worked out from the rollouts on the disk, and any step that was taken twice, left out or taken on other rollouts
@@ -139,5 +139,5 @@ def generate(folder: Path, step: int) -> None:
 
 
 if __name__ == "__main__":
-    program = {"trainer": train, "server": serve, "generator": generate}[sys.argv[1]]
+    program = {"trainer": train, "exporter": train, "server": serve, "generator": generate}[sys.argv[1]]
     program(Path(sys.argv[2]), int(sys.argv[3]))

@@ -69,7 +69,7 @@ def main(folder: Path, steps: int, rank: int = 0, count: int = 1, rendezvous: st
                     server, arguments=(server.arguments[0], str(REPOSITORY / "tests/support/ray_pair.py"),
                                        str(folder / "ready.json"), str(step - 1)), scratch=(folder / "ready.json",),
                 )
-            if role == "trainer" and count > 1:
+            if role in ("trainer", "exporter") and count > 1:
                 launch = [sys.executable, REPOSITORY / "tools/launch.py", "--nproc-per-node", "1", "--failure-seconds", "2"]
                 arguments = [*map(str, launch), str(REPOSITORY / "tests/support/quick_ranks.py")]
                 environment |= {

@@ -105,7 +105,7 @@ class Machine:
         first, ended = self.signals(), False
         while not ended and time.monotonic() < deadline and self.signals() <= max(first, 1):
             try:
-                ended = self.crew.end("trainer", "generator") and self.crew.end("server") and self.crew.end("ray")
+                ended = self.crew.end("trainer", "exporter", "generator") and self.crew.end("server") and self.crew.end("ray")
             except StageFailed as failure:
                 self.say(str(failure))
                 break

@@ -29,7 +29,7 @@ from longstraw.rollout.topology.processes import (
 )
 
 _NOT_LOOKED = ["not looked at yet"]
-ROLES = ("trainer", "generator", "server", "sync", "ray")
+ROLES = ("trainer", "exporter", "generator", "server", "sync", "ray")
 OBSERVE_SECONDS = 1.0
 DEVICE_SECONDS = 1.0
 NEW_SECONDS = 2.0

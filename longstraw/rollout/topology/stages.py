@@ -5,6 +5,7 @@ asked before the disk is: one that wrote what it was to write, and then ended, h
 """
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from longstraw.rollout.topology.crew import Crew, StageFailed
@@ -65,43 +66,39 @@ class Training(Stage):
     """The trainer takes one step, from the rollouts on the disk, and saves."""
 
     state = State.TRAINING
+    role = "trainer"
 
     def enter(self) -> None:
-        self.crew.start("trainer", self.step, ports=self.job.choose_ports("trainer"), everywhere=True)
+        self.crew.start(self.role, self.step, ports=self.job.choose_ports(self.role), everywhere=True)
 
     def is_over(self) -> bool:
-        return wait_for_trainer(self, f"step {self.step} was committed")
+        return self._is_written(f"step {self.step} was committed", lambda found: found.committed >= self.step)
 
-    def is_written(self, progress: Progress) -> bool:
+    def _is_written(self, goal: str, is_there: Callable[[Progress], bool]) -> bool:
         """Whether the disk has what the state is for."""
-        return progress.committed >= self.step
+        try:
+            answered = self.crew.require(self.role, goal=goal)
+        except StageFailed:
+            if is_there(self.progress_now()):
+                return True
+            raise
+        return answered and is_there(self.progress())
 
 
 class Exporting(Training):
-    """The trainer, still the same or started anew, writes the step's weights."""
+    """The trainer writes the step's weights; where none runs, as after a restart, another program writes those of its
+    checkpoint."""
 
     state = State.EXPORTING
 
     def enter(self) -> None:
-        if not self.crew.runs("trainer"):
+        if not self.crew.runs("trainer") and not self.progress_now().exported:
+            self.role = "exporter"
             super().enter()
 
     def is_over(self) -> bool:
-        return wait_for_trainer(self, f"the weights of step {self.step} were written")
-
-    def is_written(self, progress: Progress) -> bool:
-        return progress.committed >= self.step and progress.exported
-
-
-def wait_for_trainer(stage: Training, goal: str) -> bool:
-    """Whether the trainer has written what the stage is for."""
-    try:
-        answered = stage.crew.require("trainer", goal=goal)
-    except StageFailed:
-        if stage.is_written(stage.progress_now()):
-            return True
-        raise
-    return answered and stage.is_written(stage.progress())
+        goal = f"the weights of step {self.step} were written"
+        return self._is_written(goal, lambda found: found.committed >= self.step and found.exported)
 
 
 class Draining(Stage):
@@ -111,7 +108,7 @@ class Draining(Stage):
     _ended = False
 
     def is_over(self) -> bool:
-        self._ended = self._ended or self.crew.has_ended("trainer")
+        self._ended = self._ended or (self.crew.has_ended("trainer") and self.crew.has_ended("exporter"))
         return self._ended and self.crew.clear()
 
 

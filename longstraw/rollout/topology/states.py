@@ -5,7 +5,7 @@
 | state | runs | is over when | way back after a failure or its deadline |
 |---|---|---|---|
 | training | trainer | the step's checkpoint is the latest | from the checkpoint before, with the same rollouts |
-| exporting | trainer | the step's weights lie in the sync folder | a trainer with no step left to take writes them |
+| exporting | trainer, or an exporter after a restart | the step's weights lie in the sync folder | those of the checkpoint are written |
 | draining | trainer, ending | it has ended and every device is empty | what is left is killed; devices that stay full end the run |
 | rollout_up | server | it answers, with the weights of the last step | ended and started anew |
 | generating | server, generator | the next step's rollouts are in the store | server and generator anew, for the same step |

@@ -3,6 +3,7 @@
 | role | where | program |
 |---|---|---|
 | trainer | every host | tools/launch.py, which starts the host's ranks of megatron.grpo.train for one step |
+| exporter | every host | the same, which writes the weights of its checkpoint and takes no step |
 | ray | every host, with --rollout-backend ray | ray start, as the head on the first host |
 | server | first host | longstraw.rollout.vllm_server, in vLLM's environment |
 | sync | first host | longstraw.rollout.vllm_client.catch_up: updates that the served folder lacks |
@@ -29,6 +30,7 @@ RAY_PORTS = ("gcs", "node", "objects", "agent", "agent_grpc", "environments", "m
 TRAINER_OWNED = (
     "--save", "--load", "--train-iters", "--exit-interval", "--output-dir", "--rollouts-from", "--rollout-store",
     "--rollout-only", "--rollout-engine", "--rollout-server", "--weight-sync", "--weight-sync-dir",
+    "--weight-sync-only",
 )
 SERVER_OWNED = (
     "--model", "--ready-file", "--owner-pid", "--bind-address", "--weight-version", "--await-sync", "--tensor-parallel-size",
@@ -72,12 +74,17 @@ class Commands:
         )
 
     def _build_trainer(self, step: int, ports: tuple[int, ...]):
+        # One step a process: --train-iters stays that of the whole run, since schedules end with it.
+        return self._launch("trainer", step, ports, ["--rollouts-from", self.config.rollouts, "--exit-interval", 1])
+
+    def _build_exporter(self, step: int, ports: tuple[int, ...]):
+        return self._launch("exporter", step, ports, ["--weight-sync-only"])
+
+    def _launch(self, role: str, step: int, ports: tuple[int, ...], own: list):
         config, launch = self.config, [sys.executable, ROOT / "tools/launch.py"]
         launch += ["--nproc-per-node", config.nproc_per_node, "--grace-seconds", f"{self.grace_seconds:g}"]
-        launch += ["--log-dir", self.config.switch / "logs" / f"step-{step:06d}.trainer"]
-        own = ["--rollouts-from", config.rollouts, "--weight-sync", config.weight_sync, "--weight-sync-dir", config.weights]
-        # One step a process: --train-iters stays that of the whole run, since schedules end with it.
-        own += ["--exit-interval", 1]
+        launch += ["--log-dir", self.config.switch / "logs" / f"step-{step:06d}.{role}"]
+        own = [*own, "--weight-sync", config.weight_sync, "--weight-sync-dir", config.weights]
         environment = self._environment()
         if self.site.count > 1:
             environment |= {
