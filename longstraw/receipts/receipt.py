@@ -281,8 +281,8 @@ class Receipt:
     seconds: dict[str, float]
     """Wall-clock seconds of rank 0 by phase, over all steps."""
     phase_tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens that each phase ran through the model, over all replicas: a token counts as often as it is run forward or
-    backward. Only phases that run tokens."""
+    """Tokens of prompts and responses that each phase ran through the model, over all replicas, each counted once however
+    often the phase ran it. Only phases that run tokens."""
     collectives: tuple[CollectiveUse, ...] = ()
     """Exchanges between ranks by group and operation; empty where they were not counted."""
     metrics: dict[str, Scalar] = field(default_factory=dict)
@@ -304,7 +304,7 @@ class Receipt:
             raise ValueError(f"receipt: memory is given for ranks {sorted(ranks)} of {self.topology.world_size}")
         if strangers := {item.rank for item in self.state} - set(ranks):
             raise ValueError(f"receipt: state is given for ranks {sorted(strangers)}, which do not exist")
-        _check_counts(self, signed=("rollout",))
+        _check_counts(self, signed=("rollout", "metrics"))
         validate(self.to_json(), build_schema(Receipt))
 
     def to_json(self) -> dict:

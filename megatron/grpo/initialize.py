@@ -44,7 +44,7 @@ _held_folders: list[io.IOBase] = []
 def initialize(args: Namespace) -> ProcessGroupCollection:
     """Join the job, claim the output folders, set Megatron's globals and the seeds. Collective.
 
-    args: from `parse_arguments`. Writes `arguments.json` into the output folder. W&B's run
+    args: from `parse_arguments`. W&B's run
     (`megatron.training.get_wandb_writer`) is on the last rank, as in Megatron; TensorBoard is the recorder's on rank 0.
     Raises ValueError, on every rank, when another run holds the output folder or the checkpoint folder.
     """
@@ -52,8 +52,6 @@ def initialize(args: Namespace) -> ProcessGroupCollection:
     share_gloo_device()
     _join_world(args)
     claim_folders([args.output_dir, *filter(None, (args.save, args.rollout_store))])
-    if dist.get_rank() == 0:
-        _write_arguments(args)
     groups = initialize_groups(
         tensor_parallel=args.tensor_model_parallel_size, context_parallel=args.context_parallel_size,
         expert_parallel=args.expert_model_parallel_size,
@@ -110,8 +108,11 @@ def claim_folders(folders: list[str]) -> None:
         raise ValueError(problem[0])
 
 
-def _write_arguments(args: Namespace) -> None:
-    """Every argument in force, Megatron's and ours, for the record."""
+def write_arguments(args: Namespace) -> None:
+    """Leave `arguments.json` in the output folder: every argument in force, Megatron's and ours. Rank 0 writes; called once
+    nothing of them can be refused any more, so that a refused run leaves an earlier one's."""
+    if dist.get_rank() != 0:
+        return
     text = json.dumps(vars(args), indent=1, sort_keys=True, default=str)
     (Path(args.output_dir) / "arguments.json").write_text(text + "\n")
 

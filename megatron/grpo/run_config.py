@@ -8,7 +8,7 @@ Megatron's flags.
 """
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Literal, Optional
 
 from longstraw.objectives.config import ObjectiveConfig
 from longstraw.objectives.mismatch import MismatchConfig
@@ -41,6 +41,10 @@ class RunConfig:
     responses_per_replay: int = 1
     """Responses of a group that are replayed together. More of them keep a device busier and hold more live graph; the
     gradient is the same."""
+
+    weights_checksum: Literal["step", "run"] = "step"
+    """When receipts take a checksum of the weights: after each step, or only before and after the run (steps then carry the
+    one from before the run). It reads every weight once, about a second a GB."""
 
     mask_truncated: bool = False
     """Leave responses that reached --max-response-length without a stop token out of the loss and of what it is divided

@@ -9,20 +9,15 @@ be run; 1 for anything else, after one sentence.
 
 import os
 import sys
-from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 from megatron.training import get_wandb_writer
 
-from longstraw.memory_meter import read_peak_bytes
 from longstraw.objectives.advantages import RewardBaseline, UniformGroupsError
 from longstraw.patches.device import current_device
 from longstraw.prompt_state.capacity import explain_shortage
-from longstraw.receipts.collect import checksum_tensors, collect_versions, join_checksums, now_utc, summarize_state
 from longstraw.receipts.host import read_free_host_bytes
-from longstraw.receipts.receipt import Model, RankMemory, Receipt, Results, Tokens, Topology
-from longstraw.receipts.metrics import read_metrics
 from longstraw.receipts.recorder import RunRecorder
 from longstraw.sweeps import ReplayEngine
 from longstraw.transaction.commit import StepRejected, agree_on_failure
@@ -32,7 +27,7 @@ from megatron.grpo.arguments import parse_command_line
 from megatron.grpo.checkpointing import (
     find_reference, load_checkpoint, load_weights, refuse_foreign_checkpoints, save_checkpoint,
 )
-from megatron.grpo.initialize import initialize, shut_down
+from megatron.grpo.initialize import initialize, shut_down, write_arguments
 from megatron.grpo.model_setup import build_training_model, wrap_model
 from megatron.grpo.logra import build_logra, choose_trained
 from megatron.grpo.logra_update import LograUpdate
@@ -40,10 +35,9 @@ from megatron.grpo.optimizer import build_optimizer, build_scheduler
 from megatron.grpo.quiet_logs import quiet_logs
 from megatron.grpo.rewards import RewardFailure
 from megatron.grpo.rollout_only import roll_out_only
-from megatron.grpo.rollout_record import describe_rollouts
 from megatron.grpo.rollout_setup import build_rollouts
 from megatron.grpo.run_data import load_run_data
-from megatron.grpo.sharding import is_expert, partition_dim
+from megatron.grpo.run_record import RunRecord
 from megatron.grpo.stop_signal import StopSignal
 from megatron.grpo.trainer import Trainer
 from megatron.grpo.weight_sync import open_weight_sync
@@ -87,81 +81,8 @@ def build_update(
     return AdamUpdate(args, ddp, optimizer, scheduler, groups, step.engine.adapters)
 
 
-def checksum_weights(model) -> str:
-    """One checksum over every rank's weights, equal on every rank."""
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, checksum_tensors((n, p.data) for n, p in model.named_parameters()))
-    return join_checksums(gathered)
-
-
-def write_record(args, config, trainer, recorder, model, groups, *, started, initial_weights, first_step, last_step):
-    """Gather every rank's share and write the receipt, the plot and the closing table (rank 0)."""
-    world = dist.get_world_size()
-    shares: list = [None] * world
-    counts = trainer.counts if trainer.scorer.replica.rank() == 0 else type(trainer.counts)()
-    state = summarize_state(dist.get_rank(), trainer.step.fullest_state)
-    own = (dict(vars(counts)), state, read_peak_bytes(), count_resident_bytes(trainer, state))
-    dist.all_gather_object(shares, own)
-    totals = {name: sum(share[0][name] for share in shares) for name in shares[0][0]}
-    final_weights = checksum_weights(model)
-    if dist.get_rank() != 0:
-        return
-    records = read_metrics(recorder.metrics.path)
-    evaluations = [r["eval_reward_mean"] for r in records if r.get("eval_reward_mean") is not None]
-    before = records[0].get("eval_reward_mean_before") if records else None
-    evaluations = evaluations if before is None else [before, *evaluations]
-    receipt = Receipt(
-        command=tuple(["megatron.grpo.train", *sys.argv[1:]]), seed=args.seed, started=started, finished=now_utc(),
-        semantics=config.sweeps.semantics, versions=collect_versions(),
-        topology=Topology(
-            world_size=world, tensor_model_parallel_size=groups.tp.size(), context_parallel_size=groups.cp.size(),
-            data_parallel_size=groups.dp.size(), expert_model_parallel_size=groups.ep.size(),
-            sequence_parallel=args.sequence_parallel, backend=dist.get_backend(),
-            device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        ),
-        model=Model(
-            preset=args.model_preset, parameters=count_parameters(model, groups),
-            dtype=str(next(model.parameters()).dtype).removeprefix("torch."), initial_weights=initial_weights,
-            final_weights=final_weights,
-        ),
-        objective=asdict(config.objective),
-        update={"optimizer": args.optimizer} | (asdict(config.logra) if args.optimizer == "logra" else {}),
-        rollout=describe_rollouts(config, trainer.rollouts, records, first_step),
-        tokens=Tokens(**totals),
-        state=tuple(item for share in shares for item in share[1]),
-        memory=tuple(RankMemory(rank=rank, peak_bytes=share[2], categories=share[3]) for rank, share in enumerate(shares)),
-        seconds=dict(recorder.clock.seconds),
-        results=Results(
-            first_step=first_step, last_step=last_step,
-            first_eval_reward_mean=evaluations[0] if evaluations else None,
-            last_eval_reward_mean=evaluations[-1] if evaluations else None,
-        ),
-    )
-    title = f"{args.model_preset}, {config.sweeps.semantics}, CP {groups.cp.size()}, G {config.objective.group_size}"
-    recorder.finish(receipt, title=title)
-
-
-def count_resident_bytes(trainer, state) -> dict[str, int]:
-    """Bytes of this rank by category: what is always there, and the ledger's state at its fullest."""
-    weights = sum(p.numel() * p.element_size() for p in trainer.step.engine.model.parameters())
-    categories = {"weights": weights} | trainer.update.count_bytes()
-    for item in (item for item in state if item.residency == "device"):  # the peak is the device's
-        categories[item.kind] = categories.get(item.kind, 0) + item.bytes
-    return categories
-
-
-def count_parameters(model, groups) -> int:
-    """Parameters of the whole model: shards of tensor parallelism and all ranks' experts added up, replicated ones once."""
-    tp, ep, total = groups.tp.size(), groups.ep.size(), 0
-    for name, parameter in model.named_parameters():
-        copies = ep if is_expert(name) else 1 if partition_dim(name) is None else tp
-        total += parameter.numel() * copies
-    return total
-
-
 def run(args, config) -> None:
     """Build, train and leave the record. Collective."""
-    started = now_utc()
     groups = initialize(args)
     device = current_device()
     data = load_run_data(args, config)
@@ -196,11 +117,12 @@ def run(args, config) -> None:
         return
     parts = build_rollouts(args, config, data, groups, step, device, done=done)
     step.check_stop = lambda: _stop_if(stop.agreed(groups.tp_cp))
-    initial_weights = checksum_weights(model)
     recorder = RunRecorder(
         args.output_dir, last_step=args.train_iters, rank=dist.get_rank(), resumed_step=done,
         tensorboard_folder=args.tensorboard_dir, tensorboard_queue=args.tensorboard_queue_size, wandb=get_wandb_writer(),
     )
+    write_arguments(args)
+    record = RunRecord(args, config, model, groups, recorder, done=done)
 
     def save(number: int):
         with recorder.clock.phase("save"):
@@ -215,16 +137,13 @@ def run(args, config) -> None:
                 args=args, config=config, groups=groups, update=update, step=step, rollouts=parts.source,
                 scorer=parts.scorer, sampler=parts.resident,
                 eval_prompts=list(data.eval_prompts[: config.run.eval_samples]), order=data.order, recorder=recorder,
-                stop=stop, save=save, baseline=baseline, weight_sync=weight_sync,
+                stop=stop, save=save, describe_step=record.add_step, baseline=baseline, weight_sync=weight_sync,
             )
             if weight_sync is not None:
                 weight_sync.start()
             last_step = trainer.train(done + 1)
             if last_step > done:
-                write_record(
-                    args, config, trainer, recorder, model, groups, started=started, initial_weights=initial_weights,
-                    first_step=done + 1, last_step=last_step,
-                )
+                record.finish(trainer, last_step)
     finally:
         parts.close()
         stop.restore()

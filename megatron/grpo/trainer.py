@@ -62,13 +62,14 @@ class Trainer:
     """Runs steps on this rank, in step with all others.
 
     rollouts: gives each step's groups, and moves `order` on. sampler: for evaluations. save: called as save(step) to write a
-    checkpoint. baseline: what rewards are compared with under running_mean.
+    checkpoint. describe_step: called as describe_step(step, metrics, trainer) once a step is on record. baseline: what rewards are compared with under running_mean.
     """
 
     def __init__(
         self, *, args, config: TrainConfig, groups, update: WeightUpdate, step: Step, rollouts: RolloutSource,
         scorer: RewardScorer, sampler: ResidentSampler, eval_prompts: list[Prompt], order: PromptOrder,
-        recorder: RunRecorder, stop: StopSignal, save: Callable[[int], object], baseline: RewardBaseline,
+        recorder: RunRecorder, stop: StopSignal, save: Callable[[int], object],
+        describe_step: Callable[[int, dict, "Trainer"], None], baseline: RewardBaseline,
         weight_sync: WeightSync | None = None,
     ):
         self.args, self.config, self.groups, self.update = args, config, groups, update
@@ -76,6 +77,7 @@ class Trainer:
         self.eval_prompts, self.order = eval_prompts, order
         self.recorder, self.stop, self.save, self.baseline = recorder, stop, save, baseline
         self.weight_sync = weight_sync
+        self.describe_step = describe_step
         self.rewards: list[float] = []  # of this replica's responses of the step that take part
         self.world = dist.group.WORLD
         self.device = sampler.device
@@ -106,6 +108,7 @@ class Trainer:
             if after is not None or before is not None:
                 record["eval_reward_mean"] = before if after is None else after
             self.recorder.record_step(record)
+            self.describe_step(number, record, self)
             if failure is not None:
                 if self.args.save:
                     self.save(done)

@@ -102,9 +102,25 @@ def check_whole_run(runner: Runner) -> list[dict]:
     assert receipt["semantics"] == "exact" and receipt["topology"]["context_parallel_size"] == 2
     assert receipt["model"]["initial_weights"] != receipt["model"]["final_weights"]
     assert {item["kind"] for item in receipt["state"]} >= {"kv_pages", "recurrent_state", "kv_adjoint"}, receipt["state"]
+    check_step_receipts(runner.folder / "whole", receipt, records)
     assert (runner.folder / "whole" / "run.png").stat().st_size > 5_000
     assert list((runner.folder / "whole" / "tensorboard").glob("events.*"))
     return records
+
+
+def check_step_receipts(folder: Path, whole: dict, records: list[dict]) -> None:
+    """One for each step, whose weights, tokens and seconds add up to the run's."""
+    steps = [json.loads(path.read_text()) for path in sorted((folder / "receipts").glob("step-*.json"))]
+    assert [step["results"]["last_step"] for step in steps] == [record["step"] for record in records]
+    weights = [steps[0]["model"]["initial_weights"], *(step["model"]["final_weights"] for step in steps)]
+    assert weights[0] == whole["model"]["initial_weights"] and weights[-1] == whole["model"]["final_weights"]
+    assert all(step["model"]["initial_weights"] == before for step, before in zip(steps, weights))
+    for name, total in whole["tokens"].items():
+        assert sum(step["tokens"][name] for step in steps) == total > 0, name
+    assert abs(sum(step["seconds"]["replay"] for step in steps) - whole["seconds"]["replay"]) < 1e-6
+    for step, record in zip(steps, records):
+        assert step["metrics"] == record and step["phase_tokens"]["replay"] > step["tokens"]["prompt_tokens"]
+        assert step["state"] and all(check["passed"] for check in step["checks"]) and len(step["checks"]) == 3
 
 
 def check_resume(runner: Runner, whole: list[dict]) -> None:

@@ -21,6 +21,6 @@ def make_receipt(**changes) -> Receipt:
         "tokens": Tokens(prompts=3, responses=24, prompt_tokens=300, response_tokens=48, loss_tokens=47),
         "state": (ResidentState(rank=1, owner=1, kind="kv_pages", residency="host", layers=1, rows=50, bytes=400),),
         "memory": tuple(RankMemory(rank=rank, peak_bytes=5000, categories={"weights": 1000, "graph": 900}) for rank in (0, 1)),
-        "seconds": {"capture": 20.0, "replay": 35.5},
+        "seconds": {"capture": 20.0, "replay": 35.5}, "metrics": {"loss": -0.5, "kl": None},
         "results": Results(first_step=1, last_step=3, first_eval_reward_mean=0.25, last_eval_reward_mean=None),
         "checks": (Check(name="first ratio", passed=True, value=1.0, bound=1.0),), **changes})

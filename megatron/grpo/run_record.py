@@ -1,0 +1,203 @@
+"""The receipts that the program leaves: one for each step that it commits, and one for the run.
+
+    record = RunRecord(args, config, model, groups, recorder, done=done)     # before the first step
+    trainer = Trainer(..., describe_step=record.add_step)
+    record.finish(trainer, last_step)
+
+Every rank tells what it has seen; rank 0 writes. Left out: what the figures mean (`longstraw.receipts.receipt`).
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from longstraw.memory_meter import read_peak_bytes
+from longstraw.receipts.collect import checksum_tensors, collect_versions, join_checksums, now_utc, summarize_state
+from longstraw.receipts.compare import STEP_FOLDER
+from longstraw.receipts.metrics import read_metrics
+from longstraw.receipts.receipt import (
+    Check, Model, RankMemory, Receipt, ResidentState, Results, Tokens, Topology, write_receipt,
+)
+from longstraw.receipts.recorder import RunRecorder
+from megatron.grpo.rollout_record import describe_rollouts
+from megatron.grpo.run_config import TrainConfig
+from megatron.grpo.sharding import is_expert, partition_dim
+
+MODEL_PHASES = ("rollout", "reference", "replay")
+"""Phases that run every prompt and response of the step through the model."""
+
+
+class RunRecord:
+    """Facts of a run, and what was known when the last receipt was written.
+
+    done: the last step before this run's first.
+    """
+
+    def __init__(self, args: Namespace, config: TrainConfig, model, groups, recorder: RunRecorder, *, done: int):
+        self.args, self.config, self.model, self.groups, self.recorder = args, config, model, groups, recorder
+        self.first_step = done + 1
+        self.started = self.step_started = now_utc()
+        self.initial_weights = self.step_weights = checksum_weights(model)
+        self.seconds: dict[str, float] = {}
+        self.counts = dict.fromkeys(("prompts", "responses", "prompt_tokens", "response_tokens", "loss_tokens"), 0)
+        self.state: tuple[ResidentState, ...] = ()  # of this rank, at the run's fullest moment
+        self.peak_bytes = 0
+        if dist.get_rank() == 0:
+            _forget_steps_after(Path(args.output_dir), done)
+
+    def add_step(self, number: int, metrics: dict, trainer) -> None:
+        """Write receipts/step-NNNNNN.json of a committed step. Collective."""
+        state = summarize_state(dist.get_rank(), trainer.step.fullest_state)
+        trainer.step.fullest_state = []
+        if sum(item.bytes for item in state) >= sum(item.bytes for item in self.state):
+            self.state = state
+        peak = read_peak_bytes()
+        self.peak_bytes = max(self.peak_bytes, peak)
+        seconds, before, self.seconds = dict(self.recorder.clock.seconds), self.seconds, dict(self.recorder.clock.seconds)
+        seconds = {name: value - before.get(name, 0.0) for name, value in seconds.items() if value > before.get(name, 0.0)}
+        own, counts = self._own_counts(trainer), self.counts
+        fresh = {name: value - counts[name] for name, value in own.items()}
+        self.counts = own
+        weights = checksum_weights(self.model) if self.config.run.weights_checksum == "step" else self.step_weights
+        receipt = self._build(
+            trainer, first=number, last=number, started=self.step_started, weights=(self.step_weights, weights),
+            counts=fresh, state=state, peak=peak, seconds=seconds, records=[metrics],
+        )
+        self.step_started, self.step_weights = now_utc(), weights
+        if receipt is not None:
+            write_receipt(Path(self.args.output_dir) / STEP_FOLDER / f"step-{number:06d}.json", receipt)
+
+    def finish(self, trainer, last_step: int) -> None:
+        """Write receipt.json, draw the run and print the closing table. Collective."""
+        records = read_metrics(self.recorder.metrics.path) if dist.get_rank() == 0 else []
+        receipt = self._build(
+            trainer, first=self.first_step, last=last_step, started=self.started,
+            weights=(self.initial_weights, checksum_weights(self.model)), counts=self._own_counts(trainer),
+            state=self.state, peak=max(self.peak_bytes, read_peak_bytes()), seconds=dict(self.recorder.clock.seconds),
+            records=records,
+        )
+        if receipt is not None:
+            size, group = self.groups.cp.size(), self.config.objective.group_size
+            title = f"{self.args.model_preset}, {self.config.sweeps.semantics}, CP {size}, G {group}"
+            self.recorder.finish(receipt, title=title)
+
+    def _build(
+        self, trainer, *, first: int, last: int, started: str, weights: tuple[str, str], counts: dict[str, int],
+        state: tuple[ResidentState, ...], peak: int, seconds: dict[str, float], records: list[dict],
+    ) -> Receipt | None:
+        """The receipt of steps `first` to `last`, on rank 0. Collective."""
+        shares: list = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, (counts, state, peak, count_resident_bytes(trainer, state)))
+        if dist.get_rank() != 0:
+            return None
+        metrics, evaluations = records[-1] if records else {}, _evaluations(records)
+        totals = {name: sum(share[0][name] for share in shares) for name in counts}
+        ran = totals["prompt_tokens"] + totals["response_tokens"]
+        args, config = self.args, self.config
+        return Receipt(
+            command=("megatron.grpo.train", *sys.argv[1:]), seed=args.seed, started=started, finished=now_utc(),
+            semantics=config.sweeps.semantics, versions=collect_versions(), topology=describe_topology(args, self.groups),
+            model=Model(
+                preset=args.model_preset, parameters=count_parameters(self.model, self.groups),
+                dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."), initial_weights=weights[0],
+                final_weights=weights[1],
+            ),
+            objective=asdict(config.objective),
+            update={"optimizer": args.optimizer} | (asdict(config.logra) if args.optimizer == "logra" else {}),
+            rollout=describe_rollouts(config, trainer.rollouts, records, first),
+            tokens=Tokens(**totals), state=tuple(item for share in shares for item in share[1]),
+            memory=tuple(
+                RankMemory(
+                    rank=rank, peak_bytes=share[2], categories=share[3],
+                    host_bytes=sum(item.bytes for item in share[1] if item.residency == "host"),
+                )
+                for rank, share in enumerate(shares)
+            ),
+            seconds=seconds, phase_tokens={name: ran for name in MODEL_PHASES if name in seconds and ran},
+            metrics=metrics,
+            results=Results(
+                first_step=first, last_step=last, first_eval_reward_mean=evaluations[0] if evaluations else None,
+                last_eval_reward_mean=evaluations[-1] if evaluations else None,
+            ),
+            checks=check_metrics(metrics),
+        )
+
+    def _own_counts(self, trainer) -> dict[str, int]:
+        """What this replica has trained on, on one rank of it."""
+        counts = trainer.counts if trainer.scorer.replica.rank() == 0 else type(trainer.counts)()
+        return dict(vars(counts))
+
+
+def check_metrics(metrics: dict) -> tuple[Check, ...]:
+    """What a step was held to before it was committed, with what was measured.
+
+    The first ratio is 1, bit for bit, wherever the old log-probabilities are those of the replay itself.
+    """
+    checks = []
+    if "nan_logprobs" in metrics:
+        count = metrics["nan_logprobs"]
+        checks.append(Check(name="NaN log-probabilities", passed=count == 0, value=float(count), bound=0.0))
+    if "grad_norm" in metrics:
+        norm = float(metrics["grad_norm"])
+        checks.append(Check(name="gradient is finite", passed=norm < float("inf"), value=norm))
+    if metrics.get("ratio_max"):
+        largest = float(metrics["ratio_max"])
+        checks.append(Check(name="first ratio is 1", passed=largest == 1.0, value=largest, bound=1.0))
+    if "step_refused" in metrics:
+        refused = float(metrics["step_refused"])
+        checks.append(Check(name="predicted KL is finite", passed=not refused, value=refused, bound=0.0))
+    return tuple(checks)
+
+
+def describe_topology(args: Namespace, groups) -> Topology:
+    """The layout of this world."""
+    return Topology(
+        world_size=dist.get_world_size(), tensor_model_parallel_size=groups.tp.size(),
+        context_parallel_size=groups.cp.size(), data_parallel_size=groups.dp.size(),
+        expert_model_parallel_size=groups.ep.size(), sequence_parallel=args.sequence_parallel, backend=dist.get_backend(),
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    )
+
+
+def checksum_weights(model) -> str:
+    """One checksum over every rank's weights, equal on every rank. Collective."""
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, checksum_tensors((n, p.data) for n, p in model.named_parameters()))
+    return join_checksums(gathered)
+
+
+def count_resident_bytes(trainer, state: Sequence[ResidentState]) -> dict[str, int]:
+    """Bytes of this rank by category: what is always there, and the ledger's state at its fullest."""
+    weights = sum(p.numel() * p.element_size() for p in trainer.step.engine.model.parameters())
+    categories = {"weights": weights} | trainer.update.count_bytes()
+    for item in (item for item in state if item.residency == "device"):  # the peak is the device's
+        categories[item.kind] = categories.get(item.kind, 0) + item.bytes
+    return categories
+
+
+def count_parameters(model, groups) -> int:
+    """Parameters of the whole model: shards of tensor parallelism and all ranks' experts added up, replicated ones once."""
+    tp, ep, total = groups.tp.size(), groups.ep.size(), 0
+    for name, parameter in model.named_parameters():
+        copies = ep if is_expert(name) else 1 if partition_dim(name) is None else tp
+        total += parameter.numel() * copies
+    return total
+
+
+def _evaluations(records: Sequence[dict]) -> list[float]:
+    """Held-out rewards in order, the one from before the first step first."""
+    found = [record["eval_reward_mean"] for record in records if record.get("eval_reward_mean") is not None]
+    before = records[0].get("eval_reward_mean_before") if records else None
+    return found if before is None else [before, *found]
+
+
+def _forget_steps_after(folder: Path, done: int) -> None:
+    """Remove the receipts of steps that this run takes anew."""
+    for path in (folder / STEP_FOLDER).glob("step-*.json"):
+        if int(path.stem.removeprefix("step-")) > done:
+            path.unlink()
