@@ -13,6 +13,7 @@ from benchmarks.live_step import open_model, open_update  # noqa: E402
 from benchmarks.optimizer_time import build_flags, compare, measure, parse_arguments, time_step  # noqa: E402
 from tests.support.models import one_rank  # noqa: E402
 
+PARTS = ("replay", "step", "cpu")
 SMALL = "--prompt-length 9 --response-length 2 --group-size 2 --chunk-size 8 --logra-rank 4 --repeat 2"
 
 
@@ -40,7 +41,7 @@ def test_a_timed_step_moves_the_weights():
 
 
 def test_ratios_are_of_pairs():
-    ours, theirs = [{"replay": 2.0, "step": 3.0}, {"replay": 4.0, "step": 9.0}], [{"replay": 2.0, "step": 2.0}] * 2
+    ours, theirs = [dict.fromkeys(PARTS, seconds) for seconds in (3.0, 9.0)], [dict.fromkeys(PARTS, 2.0)] * 2
     assert compare(ours, theirs)["step"] == {"median": 3.0, "lowest": 1.5, "highest": 4.5}
 
 
