@@ -16,7 +16,8 @@ class RolloutConfig:
     --rollout-server names. Evaluations are always sampled by this program."""
 
     rollout_server: Optional[str] = None
-    """File of the vLLM server that samples: the --ready-file that longstraw.rollout.vllm_server writes once it can answer."""
+    """File of the vLLM server that samples: the --ready-file that longstraw.rollout.vllm_server writes once it can answer.
+    With --weight-sync-dir the server is brought to each step's weights from there."""
 
     rollout_store: Optional[str] = None
     """Folder that each step's rollouts and rewards are written to, as Parquet with a manifest, before the step trains on
@@ -31,7 +32,8 @@ class RolloutConfig:
     run's command line with this flag added. A step that is in the store already is not sampled again."""
 
     rollout_steps: int = 1
-    """Steps that --rollout-only samples at most, beginning with the one that trains the weights that the engine holds."""
+    """Steps that --rollout-only samples at most, beginning with the one that trains the weights that the engine holds. Those
+    after it need --weight-sync-dir to have their weights, or an engine that somebody moves on meanwhile."""
 
     rollout_router_replay: bool = False
     """In the replay, send each row of a response to the experts that the sampler sent it to, with live gates, instead of

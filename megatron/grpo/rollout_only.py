@@ -22,7 +22,7 @@ from longstraw.transaction.group import PromptGroup
 from megatron.grpo.checkpointing import read_data_position
 from megatron.grpo.initialize import claim_folders, release_folders
 from megatron.grpo.reward_scoring import RewardScorer
-from megatron.grpo.rollout_setup import connect_engine
+from megatron.grpo.rollout_setup import connect_engine, follow_weights
 from megatron.grpo.rollouts import SampledRollouts
 from megatron.grpo.run_config import TrainConfig
 from megatron.grpo.run_data import RunData, load_run_data
@@ -58,6 +58,7 @@ def _roll_out(args, config: TrainConfig, data: RunData, engine: RolloutEngine, s
     sampler = EngineSampler(
         config.rollouts.rollout_engine, engine, config.sampling, group_size=config.objective.group_size,
         stop_ids=data.stop_ids, num_tokens=len(data.tokenizer), seed=args.seed, replica=alone, device=device,
+        follow=follow_weights(engine, config),
     )
     source = SampledRollouts(
         sampler, scorer, prompts=data.train_prompts, order=data.order, objective=config.objective,

@@ -3,6 +3,8 @@
 Left out: running without a model (`megatron.grpo.rollout_only`).
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +68,8 @@ def build_rollouts(
     sampler = resident
     if flags.rollout_engine == "vllm":
         engine = connect_engine(flags.rollout_server, replica)
-        sampler = EngineSampler("vllm", engine, config.sampling, replica=replica, **common)
+        follow = follow_weights(engine, config) if dist.get_rank() == 0 else None
+        sampler = EngineSampler("vllm", engine, config.sampling, replica=replica, follow=follow, **common)
     writer = None
     if store is not None:
         _on_rank_0(lambda: _open_store(store, done, resamples=sampler is resident))
@@ -104,6 +107,12 @@ def connect_engine(ready_file: str, replica: dist.ProcessGroup) -> RolloutEngine
     if failure:
         raise ValueError(failure)
     return engine
+
+
+def follow_weights(engine: RolloutEngine, config: TrainConfig) -> Callable[[int], object] | None:
+    """What brings the engine to a version that --weight-sync-dir holds; None without one: somebody else does."""
+    folder = config.weight_sync.weight_sync_dir
+    return None if folder is None else functools.partial(engine.follow, folder)
 
 
 def _open_store(store: RolloutStore, done: int, *, resamples: bool) -> None:

@@ -64,6 +64,7 @@ class SampledRollouts:
 
     def collect(self, number: int) -> list[PromptGroup]:
         """See `RolloutSource`."""
+        self._agree(self.sampler.prepare(number))
         before, sampled = self.order.state_dict(), []
         share = self._take_prompts(self.prompts_per_step)
 

@@ -6,7 +6,7 @@ an engine's clients there is one a replica, on its first rank, and what the engi
 Left out: rewards, filters, and where the data stands (`megatron.grpo.rollouts`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -32,6 +32,10 @@ class Sampler(Protocol):
 
     name: str
     """As --rollout-engine names it."""
+
+    def prepare(self, step: int) -> str:
+        """Before a step's first prompt, on every rank: have the weights that it trains; a sentence where they cannot be had.
+        Nobody samples before all ranks are through."""
 
     def sample(
         self, prompts: Sequence[Prompt], *, step: int, attempt: int, places: Sequence[int], alone: bool
@@ -64,6 +68,10 @@ class ResidentSampler:
         self.num_tokens, self.seed, self.device, self.keeps_states = num_tokens, seed, device, keeps_states
         self.record_routes = record_routes
 
+    def prepare(self, step: int) -> str:
+        """Nothing: it samples with the trainer's own weights."""
+        return ""
+
     def sample(
         self, prompts: Sequence[Prompt], *, step: int, attempt: int, places: Sequence[int], alone: bool
     ) -> list[PromptGroup]:
@@ -95,16 +103,28 @@ class ResidentSampler:
 class EngineSampler:
     """Samples through an engine.
 
-    engine: on the replica's first rank, None on the others. name: as --rollout-engine has it.
+    engine: on the replica's first rank, None on the others. name: as --rollout-engine has it. follow: brings the engine to a
+    version of the weights; on one rank of the job, where there is a folder to take them from.
     """
 
     def __init__(
         self, name: str, engine: RolloutEngine | None, sampling: SamplingConfig, *, group_size: int,
         stop_ids: frozenset[int], num_tokens: int, seed: int, replica: dist.ProcessGroup, device: torch.device,
+        follow: Callable[[int], object] | None = None,
     ):
         self.name, self.engine, self.sampling, self.group_size = name, engine, sampling, group_size
         self.stop_ids, self.num_tokens, self.seed = stop_ids, num_tokens, seed
-        self.replica, self.device = replica, device
+        self.replica, self.device, self.follow = replica, device, follow
+
+    def prepare(self, step: int) -> str:
+        """See `Sampler`."""
+        if self.follow is None or self.engine.weight_version == step - 1:
+            return ""
+        try:
+            self.follow(step - 1)
+        except (OSError, RuntimeError, ValueError) as error:
+            return f"--rollout-engine {self.name} cannot have the weights of version {step - 1}: {error}"
+        return ""
 
     def sample(
         self, prompts: Sequence[Prompt], *, step: int, attempt: int, places: Sequence[int], alone: bool

@@ -9,7 +9,6 @@ import dataclasses
 import sys
 from pathlib import Path
 
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -28,13 +27,13 @@ ROUTED = "--model-preset tiny-qwen3-moe --num-layers 2 --expert-model-parallel-s
          "--rollout-router-replay"
 
 
-def put_engine(trainer, engine: RecordedEngine | None) -> None:
+def put_engine(trainer, engine: RecordedEngine, *, follow=None) -> None:
     """Have the trainer's groups come from an engine, its client on the first rank of each replica."""
     source, resident, replica = trainer.rollouts, trainer.sampler, trainer.scorer.replica
     source.sampler = EngineSampler(
         "vllm", engine if replica.rank() == 0 else None, resident.sampling, group_size=resident.group_size,
         stop_ids=resident.stop_ids, num_tokens=resident.num_tokens, seed=resident.seed, replica=replica,
-        device=resident.device,
+        device=resident.device, follow=follow,
     )
     source.name = source.sampled_by = "vllm"
 
@@ -87,6 +86,15 @@ def check_failures(runner: Runner) -> None:
     message = failure_of(runner, "other-version", REPLICAS, StepRejected, prepare=hold_version_1)
     assert message.endswith("the engine holds weights of version 1, not 0"), message
 
+    def cannot_follow(trainer):
+        def follow(version):
+            raise ValueError(f"version {version} cannot be had from there")
+
+        put_engine(trainer, RecordedEngine(RolloutStore(folder), 0), follow=follow if runner.rank == 0 else None)
+
+    message = failure_of(runner, "left-behind", REPLICAS, StepRejected, prepare=cannot_follow)
+    assert message.startswith("--rollout-engine vllm cannot have the weights of version 1: version 1 cannot be"), message
+
     def answer_of_another_step(trainer):
         put_engine(trainer, (Misplaced if runner.rank == 0 else RecordedEngine)(RolloutStore(folder), None))
 
@@ -102,6 +110,24 @@ class Misplaced(RecordedEngine):
             [dataclasses.replace(sample, weight_version=sample.weight_version + 1) for sample in samples]
             for samples in super().generate(requests, **settings)
         ]
+
+
+def check_following(runner: Runner) -> None:
+    """An engine is brought to each step's weights before any prompt goes to it, by one rank."""
+    followed = []
+
+    def prepare(trainer):
+        engine = RecordedEngine(RolloutStore(runner.folder / "context-store"), 0)
+
+        def follow(version):
+            followed.append(version)
+            engine.version = version
+
+        put_engine(trainer, engine, follow=follow if runner.rank == 0 else None)
+
+    runner.run("following", "", prepare=prepare)
+    assert runner.receipt("following")["model"]["final_weights"] == runner.receipt("context-made")["model"]["final_weights"]
+    assert followed == ([1, 2] if runner.rank == 0 else []), followed
 
 
 def check_reuse(runner: Runner) -> None:
@@ -156,6 +182,7 @@ def main(rank: int, ranks: int, arguments: list[str]) -> None:
     check_same_run(runner, "context", "")
     check_same_run(runner, "replicas", REPLICAS)
     check_failures(runner)
+    check_following(runner)
     check_reuse(runner)
     check_routes(runner)
     runner.end()
