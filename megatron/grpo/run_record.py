@@ -29,7 +29,7 @@ from megatron.grpo.run_config import TrainConfig
 from megatron.grpo.sharding import is_expert, partition_dim
 
 MODEL_PHASES = ("rollout", "reference", "replay")
-"""Phases that run every prompt and response of the step through the model."""
+"""Phases that run every prompt and response of the step through the model; rollout, where this program samples."""
 
 
 class RunRecord:
@@ -98,6 +98,7 @@ class RunRecord:
         metrics, evaluations = records[-1] if records else {}, _evaluations(records)
         totals = {name: sum(share[0][name] for share in shares) for name in counts}
         ran = totals["prompt_tokens"] + totals["response_tokens"]
+        phases = [name for name in MODEL_PHASES if name != "rollout" or trainer.rollouts.name == "resident"]
         args, config = self.args, self.config
         return Receipt(
             command=("megatron.grpo.train", *sys.argv[1:]), seed=args.seed, started=started, finished=now_utc(),
@@ -118,7 +119,7 @@ class RunRecord:
                 )
                 for rank, share in enumerate(shares)
             ),
-            seconds=seconds, phase_tokens={name: ran for name in MODEL_PHASES if name in seconds and ran},
+            seconds=seconds, phase_tokens={name: ran for name in phases if name in seconds and ran},
             metrics=metrics,
             results=Results(
                 first_step=first, last_step=last, first_eval_reward_mean=evaluations[0] if evaluations else None,

@@ -171,7 +171,8 @@ class Trainer:
         try:
             groups = self._phase("rollout", lambda: self._roll_out(number))
             self._phase("reference", lambda: self._score_reference(groups))
-            masked = self._phase("mismatch", lambda: self._mask_mismatched(groups))
+            masks = self.config.mismatch.rollout_mask_above is not None
+            masked = self._phase("mismatch", lambda: self.step.mask_mismatched(groups)) if masks else 0
             counts = self.step.count_terms(groups)
             if counts.num_tokens == 0:
                 self.recorder.console.say(f"step {number}: no response token is trained; the weights stay as they are")
@@ -225,9 +226,6 @@ class Trainer:
     def _score_reference(self, groups: list[PromptGroup]) -> None:
         if self.step.reference is not None:
             self.step.score_reference(groups)
-
-    def _mask_mismatched(self, groups: list[PromptGroup]) -> int:
-        return 0 if self.config.mismatch.rollout_mask_above is None else self.step.mask_mismatched(groups)
 
     def _describe_mismatch(self, groups: list[PromptGroup], masked: int) -> dict:
         """How far sampler and trainer are apart, over all replicas. Collective over data parallel."""
