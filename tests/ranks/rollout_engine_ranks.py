@@ -17,6 +17,7 @@ from training_ranks import Runner, without_measured
 
 from longstraw.rollout.store import RolloutStore
 from longstraw.transaction.commit import StepRejected
+from megatron.grpo.rewards import RewardFailure
 from megatron.grpo.samplers import EngineSampler
 from megatron.grpo.stored_rollouts import ReusedRollouts, StoredRollouts, StoreWriter
 from tests.support.ranks import fork_ranks
@@ -112,6 +113,26 @@ class Misplaced(RecordedEngine):
         ]
 
 
+def check_failed_rewards(runner: Runner) -> None:
+    """Rewards that fail one replica end the step, or the evaluation, of both."""
+
+    def fail_on_rank_1(trainer):
+        original = trainer.scorer.score
+
+        def score(prompts, groups):
+            original(prompts, groups)
+            if runner.rank == 1 and (trainer.order.state_dict()["position"] == 6 or len(groups[0].samples) == 1):
+                raise RewardFailure("1 of 12 samples have no reward")
+
+        trainer.scorer.score = score
+
+    message = failure_of(runner, "no-reward", f"{REPLICAS} --group-filter drop_uniform", StepRejected, prepare=fail_on_rank_1)
+    assert message == "1 of 12 samples have no reward", message
+    assert len((runner.folder / "no-reward" / "metrics.jsonl").read_text().splitlines()) == 1
+    message = failure_of(runner, "no-evaluation", f"{REPLICAS} {runner.evaluated}", StepRejected, prepare=fail_on_rank_1)
+    assert message == "1 of 12 samples have no reward", message
+
+
 def check_following(runner: Runner) -> None:
     """An engine is brought to each step's weights before any prompt goes to it, by one rank."""
     followed = []
@@ -182,6 +203,7 @@ def main(rank: int, ranks: int, arguments: list[str]) -> None:
     check_same_run(runner, "context", "")
     check_same_run(runner, "replicas", REPLICAS)
     check_failures(runner)
+    check_failed_rewards(runner)
     check_following(runner)
     check_reuse(runner)
     check_routes(runner)
