@@ -111,16 +111,16 @@ def probe_step(args: argparse.Namespace, live: LiveStep, group: PromptGroup) -> 
     """q by both ways, and the KL of each budget's step, of the direction that the sketches make."""
     logra, probe = live.update.logra, live.update.probe
     direction = logra.prepare()
-    eta, base = direction.eta, probe.open([group])
+    eta, base = direction.eta, probe.open([group], direction.eta)
     rate = probe.measure_rate(base, [group], eta, budget=max(args.deltas))
     differences = {}
     for size in args.probe_steps:
         other = change_probe(probe, kl_probe="finite-difference", kl_probe_step=size)
-        opened = other.open([group])
+        opened = other.open([group], eta)
         ahead, behind = (other.measure_kl(opened, [group], sign * size * eta) for sign in (1, -1))
         differences[size] = rate_from_kl(ahead, behind, size)
     other = change_probe(probe, kl_probe="finite-difference")
-    within = other.measure_rate(other.open([group]), [group], eta, budget=min(args.deltas))
+    within = other.measure_rate(other.open([group], eta), [group], eta, budget=min(args.deltas))
     steps = []
     for delta in args.deltas:
         alpha = choose_alpha(rate, delta, alpha_max=1e9)
@@ -133,7 +133,7 @@ def probe_step(args: argparse.Namespace, live: LiveStep, group: PromptGroup) -> 
             "update_ratio": alpha * eta * direction.direction_norm / direction.weight_norm,
         })  # fmt: skip
     full = change_probe(probe, kl_probe="finite-difference", kl_probe_scope="full", kl_probe_step=args.probe_steps[-1])
-    base = full.open([group])  # gives up the prompt's state
+    base = full.open([group], eta)  # gives up the prompt's state
     for step in steps:
         step["kl_measured_full"] = full.measure_kl(base, [group], step["alpha"] * eta)
     return {

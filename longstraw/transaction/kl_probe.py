@@ -36,12 +36,13 @@ Moved = Callable[[float | torch.Tensor], AbstractContextManager]
 
 @dataclass(eq=False)
 class ProbedPolicy:
-    """What the policy computes at a probe's contexts: hidden states [n, hidden] of this rank's rows, a response each.
+    """What the policy computes at a probe's contexts: hidden states [n, hidden] of this rank's rows.
 
-    contexts: their number over all ranks.
+    tangents: their derivatives along alpha, under --kl-probe jvp. contexts: their number over all ranks.
     """
 
     hidden: list[torch.Tensor]
+    tangents: list[torch.Tensor]
     contexts: int
 
 
@@ -54,19 +55,20 @@ class KlProbe:
     def __init__(self, step: Step, config: LograConfig, moved: Moved, sum_group: dist.ProcessGroup):
         self.step, self.engine, self.config, self.moved, self.sum_group = step, step.engine, config, moved, sum_group
 
-    def open(self, groups: Sequence[PromptGroup]) -> ProbedPolicy:
-        """The policy at the present weights. groups: of this replica, their prompts' states alive.
+    def open(self, groups: Sequence[PromptGroup], eta: float) -> ProbedPolicy:
+        """The policy at the present weights. groups: of this replica, their prompts' states alive. eta: the length of a step
+        at alpha 1.
 
         Under scope "full" the states are given up: other weights leave others.
         """
-        hidden = [rows for group, count in self._share(groups) for rows in self._run(group, group.state, count)]
+        hidden, tangents = self._differentiate(groups, eta) if self.config.kl_probe == "jvp" else (self._run_all(groups), [])
         self.engine.finish_phase()
         if self.config.kl_probe_scope == "full":
             for group in groups:
                 group.state = None
         own = torch.tensor(float(sum(len(h) for h in hidden)), device=self._device, dtype=torch.float64)
         dist.all_reduce(own, group=self.sum_group)
-        return ProbedPolicy(hidden, int(own))
+        return ProbedPolicy(hidden, tangents, int(own))
 
     def measure_rate(self, base: ProbedPolicy, groups: Sequence[PromptGroup], eta: float, *, budget: float) -> float:
         """q: the KL per squared alpha, in nats a context. eta: the length of a step at alpha 1.
@@ -77,7 +79,8 @@ class KlProbe:
         if not base.contexts:
             raise StepControlError("The step is refused: there is no response to probe.")
         if self.config.kl_probe == "jvp":
-            return self._rate_by_derivatives(base, groups, eta)
+            total = self._sum(sum_logit_variance, list(zip(base.hidden, base.tangents)))
+            return kl_rate(total, base.contexts, temperature=self.engine.temperature)
         return differences_within(
             budget, lambda alpha: self.measure_kl(base, groups, alpha * eta), start=self.config.kl_probe_step
         )
@@ -85,24 +88,24 @@ class KlProbe:
     def measure_kl(self, base: ProbedPolicy, groups: Sequence[PromptGroup], step: float = 0.0) -> float:
         """Mean KL(base || the policy at W - step D) over the contexts, nats; step 0: at the weights as they are now."""
         with self.moved(step):
-            hidden = self._run_moved(groups)
+            hidden = self._run_all(groups, moved=True)
             self.engine.finish_phase()
         total = self._sum(sum_kl, [(mine, other) for mine, other in zip(base.hidden, hidden)])
         return total / max(base.contexts, 1)
 
-    def _rate_by_derivatives(self, base: ProbedPolicy, groups: Sequence[PromptGroup], eta: float) -> float:
-        pairs = []
+    def _differentiate(self, groups: Sequence[PromptGroup], eta: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Hidden states and their derivatives along alpha, in one pass."""
+        hidden, tangents = [], []
         # Compiled functions (Megatron fuses small ones so) drop tangents without a word.
         with torch.compiler.set_stance("force_eager"), forward_ad.dual_level():
             zero = torch.zeros((), dtype=self._wide, device=self._device)
             with self.moved(forward_ad.make_dual(zero, torch.full_like(zero, eta))):
-                hidden = self._run_moved(groups)
-                self.engine.finish_phase()
-            for value in hidden:
+                found = self._run_all(groups)
+            for value in found:
                 primal, tangent = forward_ad.unpack_dual(value)
-                pairs.append((primal.clone(), torch.zeros_like(primal) if tangent is None else tangent.clone()))
-        total = self._sum(sum_logit_variance, pairs)
-        return kl_rate(total, base.contexts, temperature=self.engine.temperature)
+                hidden.append(primal.clone())
+                tangents.append(torch.zeros_like(primal) if tangent is None else tangent.clone())
+        return hidden, tangents
 
     def _share(self, groups: Sequence[PromptGroup]) -> list[tuple[PromptGroup, int]]:
         """Each group that is probed, with how many of its responses: --kl-probe-responses dealt out among them."""
@@ -110,11 +113,12 @@ class KlProbe:
         shares = [(group, len(range(place, total, ways))) for place, group in enumerate(reversed(groups))]
         return [(group, count) for group, count in shares if count]
 
-    def _run_moved(self, groups: Sequence[PromptGroup]) -> list[torch.Tensor]:
+    def _run_all(self, groups: Sequence[PromptGroup], *, moved: bool = False) -> list[torch.Tensor]:
+        """Hidden states of every probed group; moved: the weights are, and under scope "full" the prompts run anew."""
+        anew = moved and self.config.kl_probe_scope == "full"
         found: list[torch.Tensor] = []
         for group, count in self._share(groups):
-            state = group.state if self.config.kl_probe_scope == "response" else self.step.capture(group.prompt)
-            found += self._run(group, state, count)
+            found += self._run(group, self.step.capture(group.prompt) if anew else group.state, count)
         return found
 
     @torch.no_grad()
@@ -134,8 +138,9 @@ class KlProbe:
         return found
 
     def _segments(self, group: PromptGroup, count: int) -> list[tuple[Segment, torch.Tensor]]:
-        """The probed responses, cut and padded at their ends, as many together as in a replay; with their lengths [B]."""
-        config, segments, together = self.config, [], self.step.responses_together
+        """The probed responses, cut and padded at their ends, with their lengths [B]. As many together as in a replay, and
+        at least two: a probe keeps no graph."""
+        config, segments, together = self.config, [], max(2, self.step.responses_together)
         last = int(group.prompt[0, -1])
         cut = [
             torch.tensor([last, *sample.token_ids[:-1]][: config.kl_probe_tokens], device=self._device)

@@ -157,7 +157,7 @@ class LograUpdate:
         left = subtract_mismatch(budget, mismatch, floor=config.kl_budget_floor)
         if direction.direction_norm == 0.0:  # every group's rewards were equal: there is no direction to choose along
             return {"step": 0.0, "alpha": 0.0, "kl_rate": 0.0, "kl_budget": left, "kl_predicted": 0.0}
-        base = self.probe.open(probed)
+        base = self.probe.open(probed, direction.eta)
         rate = self.probe.measure_rate(base, probed, direction.eta, budget=left)
         alpha = choose_alpha(rate, left, alpha_max=config.kl_alpha_max)
         return {

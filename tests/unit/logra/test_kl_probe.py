@@ -21,7 +21,7 @@ def open_probe(under, group, **changes):
     probe = replace(under, config=replace(under.config, **changes)).probe()
     step_group = prompt_group(group)
     step_group.state = probe.step.capture(group.prompt)
-    return probe, probe.open([step_group]), [step_group], direction.eta
+    return probe, probe.open([step_group], direction.eta), [step_group], direction.eta
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen3.6", "tiny-llama"])
@@ -35,7 +35,7 @@ def test_forward_mode_equals_finite_differences(preset):
         assert base.contexts == 23
         assert by_derivative == pytest.approx(kl / (2 * size**2), rel=1e-4)
         by_difference = replace(under, config=replace(CONFIG, kl_probe="finite-difference")).probe()
-        found = by_difference.measure_rate(by_difference.open(group), group, eta, budget=1e-4)
+        found = by_difference.measure_rate(by_difference.open(group, eta), group, eta, budget=1e-4)
         assert found == pytest.approx(by_derivative, rel=0.01)
 
 
@@ -80,7 +80,7 @@ def test_responses_of_different_length_together(kind):
         alone, base, group, eta = open_probe(under, draw_group(9, (5, 17, 1), pair.vocab_size))
         expected = alone.measure_rate(base, group, eta, budget=1e-4), alone.measure_kl(base, group, eta)
         probe = under.probe(together=3)
-        base = probe.open(group)
+        base = probe.open(group, eta)
         assert base.contexts == 23
         found = probe.measure_rate(base, group, eta, budget=1e-4), probe.measure_kl(base, group, eta)
         assert found == pytest.approx(expected, rel=1e-9)
@@ -98,7 +98,7 @@ def test_without_any_context_the_step_is_refused():
     pair = get_small_hybrid()
     with sketched(pair, CONFIG) as under, lift_float64():
         probe, *_ = open_probe(under, draw_group(9, (5,), pair.vocab_size))
-        base = probe.open([])
+        base = probe.open([], 1.0)
         assert base.contexts == 0 and probe.measure_kl(base, [], 1.0) == 0.0
         for kind in ("jvp", "finite-difference"):
             probe.config = replace(CONFIG, kl_probe=kind)
@@ -128,13 +128,13 @@ def test_probes_are_dealt_out_among_prompts():
         second = prompt_group(draw_group(23, (4, 3), pair.vocab_size, seed=5))
         second.state = probe.step.capture(second.prompt)
         groups = [second, *first]  # the last one is probed first, and has one response more
-        base = probe.open(groups)
+        base = probe.open(groups, eta)
         assert base.contexts == 5 + 17 + 4
         found = probe.measure_rate(base, groups, eta, budget=1e-4), probe.measure_kl(base, groups, eta)
         sums = [0.0, 0.0]
         for group, responses, contexts in ((first, 2, 22), ([second], 1, 4)):
             probe.config = replace(CONFIG, kl_probe_responses=responses)
-            base = probe.open(group)
+            base = probe.open(group, eta)
             sums[0] += contexts * probe.measure_rate(base, group, eta, budget=1e-4)
             sums[1] += contexts * probe.measure_kl(base, group, eta)
         assert found == pytest.approx([value / 26 for value in sums], rel=1e-9)
@@ -148,4 +148,4 @@ def test_finite_differences_stay_within_the_budget(start):
         probe, base, group, eta = open_probe(under, draw_group(43, (5, 17, 1), pair.vocab_size))
         expected = probe.measure_rate(base, group, eta, budget=1e-5)
         probe.config = replace(probe.config, kl_probe="finite-difference")  # which reads responses in other blocks
-        assert probe.measure_rate(probe.open(group), group, eta, budget=1e-5) == pytest.approx(expected, rel=0.01)
+        assert probe.measure_rate(probe.open(group, eta), group, eta, budget=1e-5) == pytest.approx(expected, rel=0.01)
