@@ -50,7 +50,8 @@ def test_a_minimal_command_line():
 
 def test_every_field_of_ours_is_a_flag_and_comes_back():
     flags = (
-        "--output-dir out --eval-samples 3 --responses-per-replay 2 --mask-truncated --kl-coefficient 0.1 --reference-checkpoint ref "
+        "--output-dir out --eval-samples 3 --responses-per-replay 2 --mask-truncated --weights-checksum run --kl-coefficient 0.1 "
+        "--reference-checkpoint ref "
         "--eval-data held.jsonl --prompt-column q --answer-column a --prompt-length-limit 100 --apply-chat-template "
         "--prompts-per-step 4 --no-shuffle-prompts --prompt-order-seed 5 --sampling-temperature 0.5 --sampling-top-p 0.9 "
         "--sampling-top-k 7 --max-response-length 32 --reward exact_match math_verify --reward-weights 1 0.5 "
