@@ -23,6 +23,7 @@ from longstraw.adapters.base import EndOfCapture, LayerRun, Root, StatePolicy
 from longstraw.attention.delta_rule import chunked_delta_rule, naive_delta_rule
 from longstraw.attention.dual import apply_linear, has_tangent
 from longstraw.attention.layout import BlockLayout, pad_rows
+from longstraw.memory_scopes import memory_scope
 from longstraw.prompt_state.ledger import LedgerEntry, foreseen
 from longstraw.prompt_state.recurrent import GatedDeltaState, RecurrentStates
 from longstraw.segments import SegmentState
@@ -199,7 +200,8 @@ class GatedDeltaNetAdapter:
         if run.start is None:
             return
         # Both gradients are views of the whole block's buffers, which would live on with them.
-        adjoint = run.start.map(lambda leaf: leaf.grad.clone())
+        with memory_scope("adjoints"):
+            adjoint = run.start.map(lambda leaf: leaf.grad.clone())
         if block:
             states.adjoint = adjoint
             return

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from longstraw.attention.layout import BlockLayout
+from longstraw.memory_scopes import memory_scope
 
 
+@memory_scope("buffers")
 def gather_rows(x: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     """x [B, H, R, D] of every rank -> [B, H, W, D], contiguous, slot after slot."""
     if layout.ranks == 1:
@@ -22,6 +24,7 @@ def gather_rows(x: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     return out.roll(-layout.rotation, 0).flatten(0, 1).movedim(0, 2).contiguous()
 
 
+@memory_scope("buffers")
 def scatter_rows(x: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     """Partial results x [B, H, W, D] -> [ranks, B, H, R, D]: what each rank computed for this rank's rows."""
     if layout.ranks == 1:

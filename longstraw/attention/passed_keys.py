@@ -19,6 +19,7 @@ from longstraw.attention.exchange import merge_into
 from longstraw.attention.geometry import AttentionGeometry, Pages
 from longstraw.attention.kernels import attend_bwd, attend_fwd, attend_shared_bwd, attend_shared_fwd
 from longstraw.attention.layout import BlockLayout, pad_rows
+from longstraw.memory_scopes import memory_scope
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def _own_spans(layout: BlockLayout) -> Iterator[tuple[slice, bool]]:
         yield slice(layout.mine, layout.rows), False
 
 
+@memory_scope("buffers")
 def _gather_piece(piece: _Piece, k, v, layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a piece that this rank's queries see, [B or 1, G, N, D] and [.., V]; N may be 0."""
     pk, pv = (k, v) if piece.pages is None else piece.pages.read()
@@ -123,6 +125,7 @@ def _gather_piece(piece: _Piece, k, v, layout: BlockLayout) -> tuple[torch.Tenso
     return keys.contiguous(), values.contiguous()
 
 
+@memory_scope("buffers")
 def _return_grads(piece: _Piece, pk, pv, grads, layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Send each rank the dK and dV of its rows of the piece -> their sum over the ranks, for this rank's rows."""
     wide = torch.promote_types(pk.dtype, torch.float32)

@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from longstraw.memory_scopes import memory_scope
+
 
 def naive_logprobs(
     hidden: torch.Tensor,
@@ -135,6 +137,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     """`compute_logprobs` after its checks. Saves the inputs and the softmax statistics [T] of the whole vocabulary."""
 
     @staticmethod
+    @memory_scope("logits")
     def forward(
         ctx, hidden, output_weight, targets, shard, chunk_tokens, temperature, sum_hidden_grad_over_tp, with_entropy
     ):
@@ -148,6 +151,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @memory_scope("logits")
     def backward(ctx, grad_logprobs, _grad_entropy):
         hidden, output_weight, targets, row_max, log_sum = ctx.saved_tensors
         shard = ctx.shard

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from longstraw.memory_scopes import memory_scope
 from longstraw.optim.masters import join_float32, split_float32
 
 Change = Callable[[torch.Tensor, slice, torch.Tensor | None], None]
@@ -40,7 +41,8 @@ class MasterRows:
         self.start = min(rank * self.share, weight.shape[0])
         self.stop = min(self.start + self.share, weight.shape[0])
         shape, device = (self.stop - self.start, weight.shape[1]), "cpu" if residency == "host" else weight.device
-        self.rows = torch.empty(shape, dtype=torch.float32 if kind == "float32" else torch.int16, device=device)
+        with memory_scope("optimizer", residency):
+            self.rows = torch.empty(shape, dtype=torch.float32 if kind == "float32" else torch.int16, device=device)
         if residency == "host" and weight.is_cuda:
             self.rows = self.rows.pin_memory()
         self.reset(weight)

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from longstraw.attention.wide_heads import matmul_wide
+from longstraw.memory_scopes import memory_scope
 from longstraw.optim.projection import PackedColumns, Projection, pack_columns, project_columns, unscaled_columns
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -88,7 +89,8 @@ class WeightSketch:
         """Add one backward's part. grad_output [..., d], inputs [..., k] of this shard; no tokens are allowed."""
         if self.packed is None and self.projection.kind == "rademacher":
             stop = self.column_start + self.columns
-            self.packed = pack_columns(self.projection, self.column_start, stop, self.sketch.device)
+            with memory_scope("gradients"):
+                self.packed = pack_columns(self.projection, self.column_start, stop, self.sketch.device)
         add_to_sketch(
             self.sketch, grad_output.flatten(0, -2), inputs.flatten(0, -2), self.projection,
             column_start=self.column_start, limits=self.limits, packed=self.packed,

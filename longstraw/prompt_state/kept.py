@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from longstraw.memory_scopes import memory_scope, state_category
 from longstraw.prompt_state.ledger import LedgerEntry, storage_bytes
 from longstraw.prompt_state.residency import empty_resident
 
@@ -29,7 +30,8 @@ class KeptOutputs:
             return
         copies = []
         for tensor in (o, lse):
-            copy = empty_resident(tuple(tensor.shape), tensor.dtype, self.residency, tensor.device)
+            with memory_scope(state_category(self.segment)):
+                copy = empty_resident(tuple(tensor.shape), tensor.dtype, self.residency, tensor.device)
             copies.append(copy.copy_(tensor.detach()))
         self._blocks[block] = (copies[0], copies[1])
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from longstraw.attention.selection import Selection
+from longstraw.memory_scopes import memory_scope, state_category
 from longstraw.prompt_state.kept import KeptResidency
 from longstraw.prompt_state.ledger import LedgerEntry, storage_bytes
 from longstraw.prompt_state.pages import ArenaView
@@ -65,7 +66,8 @@ class KeptSelections:
             self._blocks[block] = selection.map(self._copy)
 
     def _copy(self, rows: torch.Tensor) -> torch.Tensor:
-        return empty_resident(tuple(rows.shape), rows.dtype, self.residency, rows.device).copy_(rows)
+        with memory_scope(state_category(self.segment)):
+            return empty_resident(tuple(rows.shape), rows.dtype, self.residency, rows.device).copy_(rows)
 
     def take(self, block: int, device: torch.device) -> Selection | None:
         """A block's selection on `device`, forgotten here; None where none was kept."""

@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 
+from longstraw.memory_scopes import memory_scope, state_category
 from longstraw.prompt_state.ledger import LedgerEntry, storage_bytes
 from longstraw.prompt_state.residency import Residency, Staging, empty_resident, zeros_resident
 
@@ -57,10 +58,11 @@ class PageArena:
     def append(self, *tensors: torch.Tensor) -> None:
         """Add this rank's tokens of a block: [B, G, M, D] each; M may be 0. Raises ValueError past the capacity."""
         if not self.tensors:
-            self.tensors = tuple(
-                empty_resident((*t.shape[:2], self.capacity, t.shape[3]), t.dtype, self.residency, t.device)
-                for t in tensors
-            )
+            with memory_scope(state_category(self.segment)):
+                self.tensors = tuple(
+                    empty_resident((*t.shape[:2], self.capacity, t.shape[3]), t.dtype, self.residency, t.device)
+                    for t in tensors
+                )
         end = self.rows + tensors[0].shape[2]
         if end > self.capacity:
             raise ValueError(f"layer {self.layer_number}: {end} rows do not fit into pages of {self.capacity}")
@@ -98,10 +100,11 @@ class PageArena:
         if not self.tensors:
             raise ValueError(f"layer {self.layer_number}: no block has written the pages of segment {self.segment}")
         if not self.adjoints:
-            self.adjoints = tuple(
-                zeros_resident(t.shape, torch.promote_types(t.dtype, torch.float32), self.adjoint_residency, device)
-                for t in self.tensors
-            )
+            with memory_scope("adjoints"):
+                self.adjoints = tuple(
+                    zeros_resident(t.shape, torch.promote_types(t.dtype, torch.float32), self.adjoint_residency, device)
+                    for t in self.tensors
+                )
 
     def add_adjoint(self, start: int, *grads: torch.Tensor) -> None:
         """Add gradients [B, G, n, D], one of each tensor, to the adjoints of the rows [start, start + n)."""
@@ -117,7 +120,8 @@ class PageArena:
         if self.adjoint_residency == "device":
             yield tuple(t[:, :, :rows] for t in self.adjoints)
             return
-        self._sums = tuple(torch.zeros_like(t[:, :, :rows], device=device) for t in self.adjoints)
+        with memory_scope("staging", "device"):
+            self._sums = tuple(torch.zeros_like(t[:, :, :rows], device=device) for t in self.adjoints)
         try:
             yield self._sums
             self.add_adjoint(0, *self._sums)

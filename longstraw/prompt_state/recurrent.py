@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from longstraw.memory_scopes import memory_scope, state_category
 from longstraw.prompt_state.ledger import LedgerEntry, storage_bytes
 
 
@@ -40,7 +41,8 @@ class RecurrentStates:
 
     def keep(self, boundary: int, state: GatedDeltaState) -> None:
         """Keep a copy: a conv state is a view of the whole block's input, which would live on with it."""
-        self._boundaries[boundary] = state.map(lambda t: t.detach().clone())
+        with memory_scope(state_category(self.segment)):
+            self._boundaries[boundary] = state.map(lambda t: t.detach().clone())
 
     def at(self, boundary: int) -> GatedDeltaState:
         """The state at a boundary. Raises KeyError once it is released."""
@@ -50,6 +52,7 @@ class RecurrentStates:
         """Forget the state at a boundary."""
         self._boundaries.pop(boundary, None)
 
+    @memory_scope("adjoints")
     def add_adjoint(self, adjoint: GatedDeltaState) -> None:
         """Add a following segment's adjoint of the end state, summed over its batch where the state is shared by it."""
         batch = next(iter(self._boundaries.values())).recurrent.shape[0]

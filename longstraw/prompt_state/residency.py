@@ -11,14 +11,17 @@ from typing import Literal
 
 import torch
 
+from longstraw.memory_scopes import memory_scope
+
 Residency = Literal["device", "host"]
 
 
 def empty_resident(shape: tuple[int, ...], dtype: torch.dtype, residency: Residency, device: torch.device) -> torch.Tensor:
     """An uninitialised tensor on `device`, or in (pinned) host memory."""
-    if residency == "device":
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+    with memory_scope(place=residency):
+        if residency == "device":
+            return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
 def zeros_resident(shape: tuple[int, ...], dtype: torch.dtype, residency: Residency, device: torch.device) -> torch.Tensor:
@@ -67,6 +70,7 @@ class Staging:
             oldest = next(copy.layer for copy in self._copies.values() if copy.layer != layer)
             self._copies = OrderedDict((o, copy) for o, copy in self._copies.items() if copy.layer != oldest)
 
+    @memory_scope("staging", "device")
     def _copy(self, sources: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         if self._stream is None:
             return tuple(t.clone() for t in sources)

@@ -8,6 +8,7 @@ T tokens of a block that this rank owns (over the whole batch), K experts a toke
 
 import torch
 
+from longstraw.memory_scopes import memory_scope, state_category
 from longstraw.prompt_state.ledger import LedgerEntry, storage_bytes
 from longstraw.prompt_state.residency import Residency, empty_resident
 
@@ -22,7 +23,8 @@ class RoutingRecord:
 
     def keep(self, block: int, experts: torch.Tensor) -> None:
         """Keep a block's experts [T, K] (of any integer type)."""
-        held = empty_resident(tuple(experts.shape), self.dtype, self.residency, experts.device)
+        with memory_scope(state_category(self.segment)):
+            held = empty_resident(tuple(experts.shape), self.dtype, self.residency, experts.device)
         self._blocks[block] = held.copy_(experts)
 
     def read(self, block: int, device: torch.device) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from longstraw.memory_scopes import memory_scope
 from longstraw.prompt_state.residency import empty_resident
 
 
@@ -26,7 +27,8 @@ class ReferencePolicy:
         self._model = model
         self._host = {}
         for name, weight in named_weights(model):
-            held = empty_resident(tuple(weight.shape), weight.dtype, "host", weight.device)
+            with memory_scope("reference"):
+                held = empty_resident(tuple(weight.shape), weight.dtype, "host", weight.device)
             self._host[name] = held.copy_(weight.detach())
 
     @contextmanager

@@ -50,7 +50,7 @@ def initialize(args: Namespace) -> ProcessGroupCollection:
     """
     install_cpu_device_layer()
     share_gloo_device()
-    _join_world(args)
+    join_world(args)
     claim_folders([args.output_dir, *filter(None, (args.save, args.rollout_store))])
     groups = initialize_groups(
         tensor_parallel=args.tensor_model_parallel_size, context_parallel=args.context_parallel_size,
@@ -69,7 +69,7 @@ def initialize(args: Namespace) -> ProcessGroupCollection:
     return groups
 
 
-def _join_world(args: Namespace) -> None:
+def join_world(args: Namespace) -> None:
     """torch.distributed over the ranks that torchrun describes; a lone process without torchrun is a world of one."""
     if dist.is_initialized():
         return

@@ -1,0 +1,225 @@
+"""An engine that runs some blocks of a segment and accounts for the rest.
+
+Blocks of a segment are alike but for the pages before them, so a dry run executes the first, the second, one in the middle and
+the last, and those around which attention changes what it passes between ranks. Of a block that is left out the state that
+it would leave is stored all the same (pages, boundary states, kept outputs), from the last block that ran, and dropped where
+the reverse sweep would drop it: no peak is missed that these blocks would have had. Its operations are counted by the
+blocks that ran, between which they grow evenly. Of responses of one shape the first two run.
+
+The first block of every other shape runs too.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longstraw.adapters.full_attention import FullAttentionAdapter
+from longstraw.adapters.latent_attention import LatentAttentionAdapter
+from longstraw.attention.exchange import gather_tokens
+from longstraw.attention.geometry import AttentionGeometry
+from longstraw.dry_run.watch import Watch
+from longstraw.segments import BlockLoss, Segment, SegmentState
+from longstraw.sweeps import ReplayEngine
+
+RUN_ALIKE = 2
+"""Segments of one shape that run; the others after them are counted only."""
+
+
+class SampledEngine(ReplayEngine):
+    """A ReplayEngine under a watch. every_block: run all of them, as the real engine does."""
+
+    def __init__(self, *args, watch: Watch, every_block: bool, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.watch, self.every_block = watch, every_block
+        self._alike: dict[tuple, int] = {}
+
+    def choose_blocks(self, state: SegmentState, blocks: int) -> dict[int, float]:
+        """The blocks among the first `blocks` that run -> how many each stands for, itself included."""
+        if self.every_block or blocks <= 4:
+            return dict.fromkeys(range(blocks), 1.0)
+        chosen = {0, 1, blocks // 2, blocks - 1}
+        for block in self._find_changes(state, blocks):
+            chosen |= {block - 1, block, min(block + 1, blocks - 1)}
+        seen = {}
+        for block in range(blocks):
+            seen.setdefault(shape_of(state, block), block)
+        return spread_weights(sorted(chosen | set(seen.values())))
+
+    def _find_changes(self, state: SegmentState, blocks: int) -> list[int]:
+        """The first block of each new way to attend, by bisection: a way that is left is not taken again."""
+        found, low = [], 0
+        while (way := self._way_to_attend(state, low)) != self._way_to_attend(state, blocks - 1):
+            below, above = low, blocks - 1
+            while above - below > 1:
+                middle = (below + above) // 2
+                below, above = (middle, above) if self._way_to_attend(state, middle) == way else (below, middle)
+            found.append(above)
+            low = above
+        return found
+
+    def _way_to_attend(self, state: SegmentState, block: int) -> tuple:
+        """Whether keys or queries are passed between ranks, and whether keys are selected."""
+        layout, found = state.plan[block], []
+        for adapter in {type(adapter): adapter for adapter in self.mixers}.values():
+            config = adapter.module.config
+            tp, end = config.tensor_model_parallel_size, layout.start + layout.length
+            if isinstance(adapter, FullAttentionAdapter):
+                heads, groups, width = config.num_attention_heads // tp, config.num_query_groups // tp, config.kv_channels
+            elif isinstance(adapter, LatentAttentionAdapter):
+                found.append(end > adapter.module.index_topk)
+                heads, groups, width = config.num_attention_heads, 1, config.kv_lora_rank + config.qk_pos_emb_head_dim
+                if found[-1]:
+                    continue
+            else:
+                continue
+            dtype = next(self.model.parameters()).dtype
+            q, k = _Shape((state.batch, heads, layout.rows, width), dtype), _Shape((state.batch, groups, 0, width), dtype)
+            pages = [_Pages(a.rows_of_ranks_before(len(a.plan)), a.constant, a.batch) for a in state.ancestors()]
+            pages.append(_Pages(state.rows_of_ranks_before(block), False, state.batch))
+            geometry = AttentionGeometry(layout, 1.0, self.policy.rows_at_once, tuple(pages), self.policy.attention_exchange)
+            found.append(geometry.passes_keys(q, k, k))
+        return tuple(found)
+
+    @torch.no_grad()
+    def forward_sweep(self, segment: Segment, parent: SegmentState | None, *, constant: bool = False):
+        """See ReplayEngine."""
+        with self.watch.phase("capture" if segment.captures_only else "score"):
+            if self.every_block:
+                return super().forward_sweep(segment, parent, constant=constant)
+            state = self.open_segment(segment, parent, constant=constant)
+            if self._ran_alike("score", segment, parent):
+                return state, torch.zeros(segment.inputs.shape, device=segment.inputs.device)
+            logprobs = self._run_blocks(segment, state, len(state.plan))
+            return state, torch.cat(logprobs, 1) if logprobs else None
+
+    def _run_blocks(self, segment: Segment, state: SegmentState, blocks: int) -> list[torch.Tensor]:
+        """The forward sweep over the first `blocks` blocks; the log-probabilities of each."""
+        chosen, left, logprobs = self.choose_blocks(state, blocks), {}, []
+        followed = self._followed(state, blocks, chosen)
+        for block in range(blocks):
+            shape = shape_of(state, block)
+            if block not in chosen:
+                self.stand_in(left[shape], state, block)
+                if segment.targets is not None:
+                    logprobs.append(logprobs[-1].clone())
+                continue
+            left.pop(shape, None)
+            with self.watch.standing_for(chosen[block]):
+                hidden, runs = self.pass_block(segment, state, block)
+                if block in followed:
+                    left[shape] = runs
+                del runs
+                if segment.targets is not None:
+                    own = self._logprobs(segment, state, block, hidden)
+                    logprobs.append(gather_tokens(own, state.plan[block]))
+        return logprobs
+
+    def _followed(self, state: SegmentState, blocks: int, chosen: Mapping[int, float]) -> set[int]:
+        """The chosen blocks whose next one of the same shape is left out."""
+        found, latest = set(), {}
+        for block in range(blocks):
+            shape = shape_of(state, block)
+            if block in chosen:
+                latest[shape] = block
+            else:
+                found.add(latest[shape])
+        return found
+
+    @torch.no_grad()
+    def pass_block(self, segment: Segment, state: SegmentState, block: int):
+        """`run_forward`, with what each layer has left -> (hidden, adapter's key -> run)."""
+        hidden, runs = self._run_block(segment, state, block, replay=False)
+        self.stand_in(runs, state, block)
+        return hidden, runs
+
+    def stand_in(self, runs: dict, state: SegmentState, block: int) -> None:
+        """Store as a block's state what the runs of a block like it have left."""
+        for adapter in self.adapters:
+            adapter.capture(runs[adapter.key], state, block)
+
+    def reverse_sweep(self, segment: Segment, state: SegmentState) -> float:
+        """See ReplayEngine."""
+        with self.watch.phase("prompt_reverse" if segment.captures_only else "responses"):
+            if self.every_block:
+                return super().reverse_sweep(segment, state)
+            if len(state.plan) > 1:
+                self.prepare_adjoints(state)
+            return self._reverse_blocks(segment, state, len(state.plan))
+
+    def _reverse_blocks(self, segment: Segment, state: SegmentState, blocks: int) -> float:
+        chosen, total = self.choose_blocks(state, blocks), 0.0
+        for block in reversed(range(blocks)):
+            if block not in chosen:
+                for adapter in self.adapters:
+                    adapter.forget(state, block)
+                continue
+            with self.watch.standing_for(chosen[block]):
+                total += self._reverse_block(segment, state, block)
+        return total
+
+    def score_and_replay(
+        self, segment: Segment, parent: SegmentState | None, make_loss: Callable[[torch.Tensor], BlockLoss]
+    ) -> float:
+        """See ReplayEngine."""
+        with self.watch.phase("responses"):
+            if self.every_block:
+                return super().score_and_replay(segment, parent, make_loss)
+            if self._ran_alike("replay", segment, parent):
+                make_loss(torch.zeros(segment.inputs.shape, device=segment.inputs.device))
+                return 0.0
+            state = self.open_segment(segment, parent)
+            last = len(state.plan) - 1
+            with torch.no_grad():
+                logprobs = self._run_blocks(segment, state, last)
+            if last:
+                self.prepare_adjoints(state)
+            hidden, runs = self._run_block(segment, state, last, replay=True)
+            own = self._logprobs(segment, state, last, hidden)
+            logprobs.append(gather_tokens(own, state.plan[last]))
+            segment.loss = make_loss(torch.cat(logprobs, 1))
+            total = self._differentiate_block(segment, state, last, runs, own)
+            del hidden, runs, own
+            return total + self._reverse_blocks(segment, state, last)
+
+    def _ran_alike(self, kind: str, segment: Segment, parent: SegmentState | None) -> bool:
+        """Whether enough segments of this shape have run after a parent of this kind."""
+        if segment.captures_only:
+            return False
+        key = (kind, tuple(segment.inputs.shape), None if parent is None else (parent.end, parent.constant))
+        self._alike[key] = self._alike.get(key, 0) + 1
+        return self._alike[key] > RUN_ALIKE
+
+
+def spread_weights(chosen: Sequence[int]) -> dict[int, float]:
+    """Sorted numbers -> how much each counts, so that a cost that is linear between neighbours adds up to that of all."""
+    weights = dict.fromkeys(chosen, 1.0)
+    for first, second in zip(chosen, chosen[1:]):
+        for end in (first, second):
+            weights[end] += (second - first - 1) / 2
+    return weights
+
+
+def shape_of(state: SegmentState, block: int) -> tuple[int, int, int]:
+    """A block's tokens, rows, and rows with tokens of this rank."""
+    layout = state.plan[block]
+    return layout.length, layout.rows, layout.mine
+
+
+class _Shape:
+    """As much of a tensor as the choice of an exchange reads."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype):
+        self.shape, self._size = shape, dtype.itemsize
+
+    def element_size(self) -> int:
+        return self._size
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """As much of a view of pages as the choice of an exchange reads, before any block has written them."""
+
+    rows_of_ranks: tuple[int, ...]
+    constant: bool
+    batch: int

@@ -1,0 +1,106 @@
+"""The dry run's own flags; all others are the training program's, with its refusals.
+
+The data, the tokenizer and the outputs of a run are not looked at, so flags that name them may be missing or stay.
+"""
+
+import argparse
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from longstraw.attention.layout import plan_blocks
+from megatron.grpo.arguments import Machine, parse_arguments
+from megatron.grpo.dry_run.parts import Lengths
+from megatron.grpo.dry_run.run import RunSettings
+from megatron.grpo.run_config import TrainConfig
+
+_MISSING = {"--prompt-data": "none", "--tokenizer-path": "none", "--train-iters": "1"}
+"""What the training program needs and a dry run does not, with something to give it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """A parsed command line. argv: the training program's part of it, as it was parsed."""
+
+    args: Namespace
+    config: TrainConfig
+    settings: RunSettings
+    argv: tuple[str, ...]
+    json: str | None
+    measure: bool
+
+
+def build_parser(description: str) -> argparse.ArgumentParser:
+    """The parser of the dry run's own flags."""
+    parser = argparse.ArgumentParser(
+        prog="dry_run", description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, help="ranks of the job (default: torchrun's, or tensor x context x data parallelism of 1)")
+    add("--rank", type=int, help="whose step (default: the rank that owns most of a prompt)")
+    add("--prompt-length", type=int, help="tokens of each prompt (default: --prompt-length-limit)")
+    add("--response-length", type=int, help="tokens of each response (default: --max-response-length)")
+    add("--machine", choices=("gpu", "cpu"), default="gpu", help="whose kernels the step is counted with")
+    add("--every-block", action="store_true", help="run every block instead of those that the others repeat")
+    add("--rollout-elsewhere", action="store_true", help="the responses come from an engine or a store: nothing is decoded here")
+    add("--measure", action="store_true", help="run the step for real on this machine's ranks and report the same")
+    add("--json", metavar="PATH", help="write the report there; - is standard output")
+    return parser
+
+
+def parse_dry_run(argv: Sequence[str], description: str = "") -> DryRun:
+    """Parse and check a command line.
+
+    Raises ArgumentErrors (a ValueError) for what the training program refuses, and ValueError for a flag of ours.
+    """
+    parser = build_parser(description)
+    own, flags = parser.parse_known_args(list(argv))
+    flags = [*flags, *(word for flag, value in _MISSING.items() if flag not in flags for word in (flag, value))]
+    if own.json and own.json != "-" and not Path(own.json).resolve().parent.is_dir():
+        raise ValueError(f"--json {own.json}: there is no folder {Path(own.json).resolve().parent}")
+    for name in ("ranks", "prompt_length", "response_length"):
+        if getattr(own, name) is not None and getattr(own, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is at least 1, not {getattr(own, name)}")
+    ranks = own.ranks or int(os.environ.get("WORLD_SIZE", 0)) or _ranks_of_one_replica(flags)
+    cuda = own.machine == "gpu" and not own.measure
+    args, config = parse_arguments(flags, Machine(cuda=cuda, fused_adam=cuda, world_size=ranks))
+    prompt, response = own.prompt_length or args.prompt_length_limit, own.response_length or args.max_response_length
+    if not prompt:
+        raise ValueError("--prompt-length is needed where --prompt-length-limit is not given")
+    if prompt + response > args.max_position_embeddings:
+        raise ValueError(
+            f"--prompt-length {prompt} and --response-length {response} exceed --max-position-embeddings "
+            f"{args.max_position_embeddings}"
+        )
+    rank = find_largest_rank(args, config, prompt) if own.rank is None else own.rank
+    if not 0 <= rank < ranks:
+        raise ValueError(f"--rank {rank} is none of {ranks} ranks")
+    elsewhere = own.rollout_elsewhere or config.rollouts.rollout_engine != "resident" or bool(config.rollouts.rollouts_from)
+    settings = RunSettings(
+        ranks=ranks, rank=rank, lengths=Lengths(prompt=prompt, response=response), every_block=own.every_block,
+        decodes=not elsewhere,
+    )
+    return DryRun(
+        args=args, config=config, settings=settings, argv=tuple(flags), json=own.json, measure=own.measure
+    )
+
+
+def _ranks_of_one_replica(flags: Sequence[str]) -> int:
+    """Tensor x context parallel ranks, or as many as the experts are spread over."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("tensor-model", "context", "expert-model"):
+        first.add_argument(f"--{name}-parallel-size", type=int, default=1)
+    sizes, _ = first.parse_known_args(list(flags))
+    replica = sizes.tensor_model_parallel_size * sizes.context_parallel_size
+    return max(replica, sizes.tensor_model_parallel_size * sizes.expert_model_parallel_size)
+
+
+def find_largest_rank(args: Namespace, config: TrainConfig, prompt: int) -> int:
+    """The first rank that owns as many tokens of a prompt as any does."""
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    unit = tp if args.sequence_parallel else 1
+    plan = plan_blocks(0, prompt - 1, config.sweeps.prompt_chunk_size, cp, 0, unit, None)
+    owned = [sum(layout.tokens_of(rank) for layout in plan) for rank in range(cp)]
+    return owned.index(max(owned)) * tp

@@ -1,0 +1,36 @@
+"""The script of `test_dry_run.py`: a real step's measured memory, and the same step's dry run.
+
+    dry_run_ranks.py measure RANKS RENDEZVOUS OUTPUT FLAGS...      one process a rank
+    dry_run_ranks.py dry OUTPUT FLAGS...
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.grpo.dry_run.flags import parse_dry_run
+from megatron.grpo.dry_run.program import report_step
+from megatron.grpo.quiet_logs import quiet_logs
+from tests.support.ranks import fork_ranks
+
+
+def measure(rank: int, ranks: int, arguments: list[str]) -> None:
+    """The step for real, on each rank."""
+    quiet_logs()
+    output, *flags = arguments
+    report = report_step(parse_dry_run([*flags, "--measure", "--ranks", str(ranks)]))
+    if rank == 0:
+        Path(output).write_text(json.dumps(report))
+
+
+def dry(output: str, *flags: str) -> None:
+    """Its dry run."""
+    quiet_logs()
+    Path(output).write_text(json.dumps(report_step(parse_dry_run([*flags, "--machine", "cpu"]))))
+
+
+if __name__ == "__main__":
+    kind = sys.argv.pop(1)
+    fork_ranks(measure) if kind == "measure" else dry(*sys.argv[1:])
