@@ -109,6 +109,8 @@ class TrainConfig:
             raise ValueError(
                 f"--reference-checkpoint {self.run.reference_checkpoint} is read only with --kl-coefficient above 0"
             )
+        if self.rollouts.rollout_only and self.weight_sync.weight_sync_only:
+            raise ValueError("--rollout-only builds no model, whose weights --weight-sync-only would write: use one of them")
         if self.mismatch.rollout_is == "token" and self.objective.importance_level == "sequence":
             raise ValueError(
                 "--rollout-is token would weigh the tokens of a response differently, whose ratio --importance-level sequence "

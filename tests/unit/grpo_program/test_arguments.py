@@ -73,7 +73,7 @@ def test_every_field_of_ours_is_a_flag_and_comes_back():
                        "--rollout-steps 2")
     _, stored = parse("--rollouts-from rollouts --rollout-router-replay --model-preset tiny-glm5.2")  # exclude sampling
     _, synced = parse("--optimizer logra --weight-sync delta --weight-sync-dir weights --weight-sync-full-interval 3 "
-                      "--weight-sync-keep 4")
+                      "--weight-sync-keep 4 --weight-sync-only --load there")
     _, default = parse()
     for name, (config_class, _) in CONFIG_GROUPS.items():
         if name == "logra":  # excludes LoRA: test_logra_flags.py

@@ -34,7 +34,7 @@ def test_every_field_is_a_flag_and_comes_back():
     lines = [
         "--update-rule sgd --logra-rank 8 --logra-projection gaussian --logra-refresh 3 --logra-seed 5 --logra-cosine-of w "
         "--logra-train-rest --logra-update-ratio 1e-4 --kl-budget 1e-3 --kl-budget-final 1e-4 --kl-budget-steps 7 "
-        "--kl-alpha-max 2 --kl-probe finite-difference --kl-probe-scope full --kl-probe-tokens 9 --kl-probe-responses 1 "
+        "--kl-alpha-max 2 --kl-probe finite-difference --kl-probe-scope full --kl-probe-tokens 9 --kl-probe-responses 1 --kl-probe-prompts 2 "
         "--kl-probe-step 0.1 --kl-mismatch-weight 0.2 --kl-budget-floor 0.4 --kl-refused-step stop",
         "--update-direction dense --update-step-size learning-rate --logra-beta2 0.9 --bf16 --logra-masters float32 "
         "--logra-master-residency host",

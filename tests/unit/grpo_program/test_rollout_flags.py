@@ -26,6 +26,8 @@ def refuse(flags: str, machine: Machine = ONE) -> list[str]:
     (f"--rollout-only {VLLM}", "--rollout-only needs --rollout-store"),
     ("--rollout-steps 2", "--rollout-steps 2 is read only with --rollout-only"),
     (f"--rollout-only {VLLM} --rollout-store d --rollout-steps 0", "--rollout-steps must be at least 1, not 0"),
+    (f"--rollout-only {VLLM} --rollout-store d --weight-sync full --weight-sync-dir w --weight-sync-only --load c",
+     "--rollout-only builds no model, whose weights --weight-sync-only would write"),
     ("--rollout-is-cap 3", "--rollout-is-cap 3.0 is read only with --rollout-is token or sequence"),
     ("--rollout-is token --rollout-is-cap 0", "--rollout-is-cap must be finite and above 0, not 0.0"),
     ("--rollout-mask-above nan", "--rollout-mask-above must be finite, not nan"),
