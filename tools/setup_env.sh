@@ -18,68 +18,9 @@ case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
 stamp=$venv/longstraw-stamp
 requirements=$root/requirements
 
-say() { printf 'setup_env: %s\n' "$*"; }
-fail() { printf 'setup_env: %s\n' "$*" >&2; exit 1; }
-
-make_scratch() {
-    scratch=$(mktemp -d)
-    trap 'rm -rf -- "$scratch"' EXIT
-}
-
-# Prints the interpreter behind $1 if it is a Python 3.12 that can make an environment; else notes why not. The
-# base interpreter is what counts: $1 may be a version manager's shim, which exists whether or not it can run, or
-# the python of the very environment that is about to be replaced.
-try_python() {
-    local found
-    found=$("$1" -I -c 'import sys
-if sys.version_info[:2] != (3, 12): sys.exit("is Python %d.%d" % sys.version_info[:2])
-try:
-    import ensurepip, ssl, venv
-except ImportError as error: sys.exit("lacks %s (on Debian: apt install python3.12-venv)" % error.name)
-print(getattr(sys, "_base_executable", None) or sys.executable)' 2>"$scratch/why") \
-        && [ -x "$found" ] && { printf '%s\n' "$found"; return 0; }
-    printf '  %s %s\n' "$1" "$(tail -n 1 "$scratch/why")" >>"$scratch/rejected"
-    return 1
-}
-
-list_pyenv_pythons() {
-    local pyenv_root
-    for pyenv_root in "${PYENV_ROOT:-}" "$(pyenv root 2>/dev/null || true)" "$HOME/.pyenv"; do
-        [ -n "$pyenv_root" ] || continue
-        printf '%s\n' "$pyenv_root"/versions/3.12*/bin/python3.12
-    done | sort -V -r -u
-}
-
-find_uv() {
-    local candidate
-    for candidate in "$(type -P uv || true)" "$HOME/.local/bin/uv" "$HOME/.cargo/bin/uv"; do
-        [ -n "$candidate" ] && [ -x "$candidate" ] && { printf '%s\n' "$candidate"; return 0; }
-    done
-    return 1
-}
-
-find_python() {
-    local candidate uv
-    if [ -n "${LONGSTRAW_PYTHON:-}" ]; then
-        try_python "$LONGSTRAW_PYTHON" && return 0
-        fail "LONGSTRAW_PYTHON is set to an interpreter that cannot be used:
-$(cat "$scratch/rejected")"
-    fi
-    while IFS= read -r candidate; do
-        [ -x "$candidate" ] && try_python "$candidate" && return 0
-    done < <({ type -aP python3.12 python3 python || true; } | awk '!seen[$0]++'; list_pyenv_pythons)
-    if uv=$(find_uv); then
-        # --system, and from /: never the environment of some folder that this script happens to be called from.
-        candidate=$(cd / && "$uv" python find --system 3.12 2>/dev/null) && try_python "$candidate" && return 0
-        say "no Python 3.12 on this machine: asking uv to install one" >&2
-        (cd / && "$uv" python install 3.12 >&2) \
-            && candidate=$(cd / && "$uv" python find --system 3.12) && try_python "$candidate" && return 0
-    fi
-    touch "$scratch/rejected"
-    fail "no usable Python 3.12 was found on PATH, under pyenv or through uv. Install one, or name one by
-LONGSTRAW_PYTHON=/path/to/python3.12. Looked at:
-$(cat "$scratch/rejected")"
-}
+program=setup_env python_version=3.12 named_python=${LONGSTRAW_PYTHON:-} named_by=LONGSTRAW_PYTHON
+# shellcheck source=tools/find_python.sh
+. "$root/tools/find_python.sh"
 
 # One line that changes whenever the environment would have to be made anew.
 describe_environment() {
@@ -161,14 +102,8 @@ if is_up_to_date; then
     say "$venv is up to date"
     exit 0
 fi
-type -P flock >/dev/null || fail "the command flock (package util-linux) is needed"
 make_scratch
-mkdir -p -- "$(dirname -- "$venv")"
-exec 9>"$venv.lock"
-if ! flock -n 9; then
-    say "another set-up of $venv is running: waiting for it"
-    flock 9
-fi
+lock_environment "$venv"
 if ! is_up_to_date; then
     make_environment
 fi

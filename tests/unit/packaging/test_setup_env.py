@@ -48,7 +48,8 @@ class Project:
         self.root, self.wheels, self.home = folder / "a small project", folder / "wheels", folder / "home"
         for made in (self.wheels, self.home, self.root / "tools", self.root / "longstraw", self.root / "requirements"):
             made.mkdir(parents=True)
-        for file in ("setup.py", "pyproject.toml", "LICENSE", "tools/setup_env.sh", "longstraw/__init__.py"):
+        for file in ("setup.py", "pyproject.toml", "LICENSE", "tools/setup_env.sh", "tools/find_python.sh",
+                     "longstraw/__init__.py"):
             shutil.copy(ROOT / file, self.root / file)
         (self.root / "README.md").write_text("small\n")
         make_wheel(self.wheels, "tinybase", "1.0")
