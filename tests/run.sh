@@ -31,9 +31,14 @@ run_part() {
     [ "$part" -eq 0 ] || [ "$part" -eq 5 ] || status=$part
 }
 
-run_part "not ranks" -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
+run_part "not ranks and not vllm" -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
 # Three launches at a time, the longest first (tests/conftest.py): ranks wait for each other, and then the others compute.
 [ "$status" -eq 2 ] || run_part "ranks" -n $((workers < 3 ? workers : 3)) --dist loadfile --no-loadscope-reorder "$@"
+# The real vLLM, in its own environment, which may take minutes to make once. Where it cannot be made, the tests skip
+# themselves and say so.
+timeout --kill-after=15 "${LONGSTRAW_VLLM_SETUP_SECONDS:-900}" "$root/tools/setup_vllm.sh" --cpu \
+    || echo "tests: vLLM's environment could not be made: tests/vllm IS NOT RUN" >&2
+[ "$status" -eq 2 ] || run_part "vllm" -n 0 "$@"
 
 "$python" -I - "$LONGSTRAW_TEST_COUNTS" "$SECONDS" <<'PY' || status=$((status ? status : 5))
 import json, sys

@@ -66,6 +66,7 @@ class VllmEngine:
 
         self._version: int | None = None
         self._builds_on: list[int] = []
+        self.port = int(ready["port"])
         try:
             self._connection = socket.create_connection((ready["host"], ready["port"]), timeout=call_seconds)
         except OSError as error:

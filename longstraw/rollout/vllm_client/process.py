@@ -60,15 +60,18 @@ def server_environment() -> dict[str, str]:
     return environment | {"PYTHONPATH": str(_ROOT)}
 
 
-def launch_server(flags: Sequence[str], *, folder: str | Path) -> Server:
-    """Start a server, in a session of its own, with the ready file and the log in `folder`. Does not wait."""
+def launch_server(flags: Sequence[str], *, folder: str | Path, owner_pid: int | None = None) -> Server:
+    """Start a server, in a session of its own, with the ready file and the log in `folder`. Does not wait.
+
+    owner_pid: the process whose end is the server's; by default this one.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     ready_file, log = folder / "ready.json", folder / "server.log"
     ready_file.unlink(missing_ok=True)
     with open(log, "w") as output:
         process = subprocess.Popen(
-            server_command(flags, ready_file, owner_pid=os.getpid()), env=server_environment(), stdin=subprocess.DEVNULL,
+            server_command(flags, ready_file, owner_pid=owner_pid or os.getpid()), env=server_environment(), stdin=subprocess.DEVNULL,
             stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=_ROOT,
         )
     return Server(process, ready_file, log)

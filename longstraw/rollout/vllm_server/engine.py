@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
@@ -89,8 +90,10 @@ class Engine:
                 for output in self.engine.step():
                     index, place = places[output.request_id]
                     outputs[index][place] = output
-        except BaseException:
+        except BaseException as error:
             self.engine.abort_request(internal, internal=True)
+            if isinstance(error, VLLMValidationError):
+                raise ValueError(str(error)) from None
             raise
         return {
             "groups": [[_describe(output) for output in group] for group in outputs],

@@ -13,6 +13,9 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Optional, get_args, get_origin
 
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM can be told that adapters have at most."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -94,6 +97,8 @@ class ServerConfig:
         for name in ("weight_version", "owner_pid", "max_lora_rank"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(self, name)}.")
+        if self.max_lora_rank > _LORA_RANKS[-1]:
+            raise ValueError(f"--max-lora-rank must be at most {_LORA_RANKS[-1]}, which vLLM has, got {self.max_lora_rank}.")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"--gpu-memory-utilization must lie in (0, 1], got {self.gpu_memory_utilization}.")
 
@@ -115,7 +120,8 @@ class ServerConfig:
         if self.max_num_batched_tokens is not None:
             arguments["max_num_batched_tokens"] = self.max_num_batched_tokens
         if self.max_lora_rank:
-            arguments |= dict(enable_lora=True, max_lora_rank=self.max_lora_rank, max_loras=1)
+            rank = next(rank for rank in _LORA_RANKS if rank >= self.max_lora_rank)
+            arguments |= dict(enable_lora=True, max_lora_rank=rank, max_loras=1)
         if not on_cpu:
             arguments |= dict(
                 gpu_memory_utilization=self.gpu_memory_utilization, enable_sleep_mode=self.enable_sleep_mode

@@ -145,7 +145,8 @@ class HeldWeights:
     def _take_adapter(self, path: str, manifest: FolderManifest) -> None:
         if not self.max_lora_rank:
             raise ValueError(f"{path} is a low-rank adapter, and the server takes none: start it with --max-lora-rank.")
-        if self.version is None or manifest.base_version != self._full_version or self._copy is not None:
+        moved = self.adapter is None and self.version != self._full_version  # by updates
+        if self.version is None or moved or manifest.base_version != self._full_version:
             raise ValueError(f"{path} adapts the weights of version {manifest.base_version}, which the engine does not hold.")
         if manifest.base_checksum != join_tensor_checksums(self.checksums()):
             raise ValueError(f"{path} adapts other weights than those that the engine holds.")

@@ -19,6 +19,8 @@ def test_bad(): assert "{bad}" == ""
 def test_on_ranks(): assert os.environ["OMP_NUM_THREADS"] == "1"
 @pytest.mark.ranks
 def test_slow(): time.sleep({slow})
+@pytest.mark.vllm
+def test_engine(): pass
 """
 
 
@@ -31,8 +33,9 @@ def run_tests(tmp_path):
     for file in ("tests/run.sh", "tests/conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / file, tree / file)
     # The environment exists: it is this one.
-    (tree / "tools/setup_env.sh").write_text("#!/bin/sh\n")
-    (tree / "tools/setup_env.sh").chmod(0o755)
+    for name in ("setup_env.sh", "setup_vllm.sh"):
+        (tree / "tools" / name).write_text("#!/bin/sh\n")
+        (tree / "tools" / name).chmod(0o755)
 
     def run(*arguments: str, bad: str = "", slow: float = 0, seconds: int = 200, workers: int = 0):
         (tree / "tests/test_some.py").write_text(TESTS.format(bad=bad, slow=slow))
@@ -47,7 +50,7 @@ def run_tests(tmp_path):
 
 def test_both_parts_are_counted_arguments_are_pytests_and_one_failure_fails_the_whole(run_tests):
     status, lines, _ = run_tests("-k", "not slow", bad="x", workers=1)
-    assert status == 1 and lines[-1] == "2 passed, 1 failed, 0 skipped"
+    assert status == 1 and lines[-1] == "3 passed, 1 failed, 0 skipped"
 
 
 def test_a_part_may_select_nothing_and_running_nothing_is_no_success(run_tests):
