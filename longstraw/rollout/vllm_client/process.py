@@ -95,17 +95,18 @@ def wait_until_ready(server: Server, *, seconds: float) -> None:
 def stop(server: Server, *, grace: float = 15.0) -> int:
     """End a server and everything below it; returns its exit code. Nothing of it is left: also not where it was killed."""
     try:
-        tree = [psutil.Process(server.process.pid)]
+        below = psutil.Process(server.process.pid).children(recursive=True)
+        shared = list_shared_files([psutil.Process(server.process.pid), *below])
     except psutil.NoSuchProcess:
-        tree = []
-    shared = list_shared_files(tree)
+        below, shared = [], set()
     if server.process.poll() is None:
         server.process.terminate()
         try:
             server.process.wait(grace)
         except subprocess.TimeoutExpired:
-            end_tree(tree, grace=0.0)
+            server.process.kill()
     code = server.process.wait()
+    end_tree(below, grace=0.0)
     remove_files(shared)
     server.ready_file.unlink(missing_ok=True)
     return code
