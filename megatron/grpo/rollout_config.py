@@ -17,7 +17,8 @@ class RolloutConfig:
 
     rollout_server: Optional[str] = None
     """File of the vLLM server that samples: the --ready-file that longstraw.rollout.vllm_server writes once it can answer.
-    With --weight-sync-dir the server is brought to each step's weights from there."""
+    With --weight-sync-dir the server is brought to each step's weights from there. While the trainer waits for it, an answer
+    must come within --distributed-timeout-minutes."""
 
     rollout_store: Optional[str] = None
     """Folder that each step's rollouts and rewards are written to, as Parquet with a manifest, before the step trains on

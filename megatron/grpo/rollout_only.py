@@ -30,6 +30,10 @@ from megatron.grpo.samplers import EngineSampler
 from megatron.grpo.stored_rollouts import StoreWriter, check_step, describe_sampling
 
 
+_LONGEST_ANSWER = 24 * 3600.0
+"""Seconds: nobody else waits here, and whoever started this process knows how long a step may take."""
+
+
 def roll_out_only(args, config: TrainConfig, engine: RolloutEngine | None = None) -> None:
     """Sample the next steps, --rollout-steps at most and none beyond --train-iters.
 
@@ -42,7 +46,7 @@ def roll_out_only(args, config: TrainConfig, engine: RolloutEngine | None = None
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     claim_folders([config.rollouts.rollout_store])
     data = load_run_data(args, config)
-    engine = engine or connect_engine(config.rollouts.rollout_server, dist.group.WORLD)
+    engine = engine or connect_engine(config.rollouts.rollout_server, dist.group.WORLD, seconds=_LONGEST_ANSWER)
     scorer = RewardScorer(data.tokenizer, config.rewards, stop_ids=data.stop_ids, replica=dist.group.WORLD)
     try:
         _roll_out(args, config, data, engine, scorer)

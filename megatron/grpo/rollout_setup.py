@@ -23,6 +23,10 @@ from megatron.grpo.samplers import EngineSampler, ResidentSampler
 from megatron.grpo.stored_rollouts import ReusedRollouts, StoredRollouts, StoreWriter, describe_sampling
 
 
+_SHORTEST_WAIT, _MARGIN = 30.0, 30.0
+"""Seconds: the least that an engine gets for an answer, and how long before the ranks' own deadline it has to come."""
+
+
 @dataclass(eq=False)
 class RolloutParts:
     """What a trainer asks for groups: their source, the scorer of rewards, and the sampler of evaluations."""
@@ -67,7 +71,9 @@ def build_rollouts(
         return RolloutParts(stored, scorer, resident)
     sampler = resident
     if flags.rollout_engine == "vllm":
-        engine = connect_engine(flags.rollout_server, replica)
+        # the other ranks wait in a collective meanwhile: the engine is to be the one that is late, with a sentence
+        seconds = max(_SHORTEST_WAIT, 60.0 * args.distributed_timeout_minutes - _MARGIN)
+        engine = connect_engine(flags.rollout_server, replica, seconds=seconds)
         follow = follow_weights(engine, config) if dist.get_rank() == 0 else None
         sampler = EngineSampler("vllm", engine, config.sampling, replica=replica, follow=follow, **common)
     writer = None
@@ -90,17 +96,17 @@ def describe_routes(step: Step) -> RouteShape:
     return RouteShape(layers=layers, num_experts=one.num_experts, topk=one.topk)
 
 
-def connect_engine(ready_file: str, replica: dist.ProcessGroup) -> RolloutEngine | None:
+def connect_engine(ready_file: str, replica: dist.ProcessGroup, *, seconds: float) -> RolloutEngine | None:
     """The client of the server behind --rollout-server, on the first rank of each replica. Collective over the world.
 
-    Raises ValueError, on every rank, where one cannot reach it.
+    seconds: that the server may take for an answer, or for a sync of weights. Raises ValueError, on every rank, where one cannot reach it.
     """
     engine, failure = None, ""
     if replica.rank() == 0:
         from longstraw.rollout.vllm_client import VllmEngine
 
         try:
-            engine = VllmEngine(ready_file)
+            engine = VllmEngine(ready_file, generate_seconds=seconds, sync_seconds=seconds)
         except (OSError, RuntimeError, ValueError) as error:
             failure = f"--rollout-server {ready_file} cannot be reached: {error}"
     failure = agree_on_failure(failure, dist.group.WORLD)

@@ -75,7 +75,7 @@ class StoreWriter:
         )
         try:
             self.store.write(in_step + rest, manifest)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return f"--rollout-store {self.store.folder} cannot take step {number}: {error}"
         return ""
 
