@@ -68,9 +68,8 @@ class Trainer:
     def __init__(
         self, *, args, config: TrainConfig, groups, update: WeightUpdate, step: Step, rollouts: RolloutSource,
         scorer: RewardScorer, sampler: ResidentSampler, eval_prompts: list[Prompt], order: PromptOrder,
-        recorder: RunRecorder, stop: StopSignal, save: Callable[[int], object],
-        describe_step: Callable[[int, dict, "Trainer"], None], baseline: RewardBaseline,
-        weight_sync: WeightSync | None = None,
+        recorder: RunRecorder, stop: StopSignal, save: Callable[[int], object], baseline: RewardBaseline,
+        weight_sync: WeightSync | None = None, describe_step: Callable[[int, dict, "Trainer"], None] | None = None,
     ):
         self.args, self.config, self.groups, self.update = args, config, groups, update
         self.step, self.rollouts, self.scorer, self.sampler = step, rollouts, scorer, sampler
@@ -108,7 +107,8 @@ class Trainer:
             if after is not None or before is not None:
                 record["eval_reward_mean"] = before if after is None else after
             self.recorder.record_step(record)
-            self.describe_step(number, record, self)
+            if self.describe_step is not None:
+                self.describe_step(number, record, self)
             if failure is not None:
                 if self.args.save:
                     self.save(done)
