@@ -80,6 +80,20 @@ def test_a_killed_server_takes_its_workers_along(running):
     assert not ports & listening_ports(psutil.process_iter())
 
 
+def test_a_killed_worker_takes_the_server_along(start_server, versions):
+    """An engine that has lost a rank is no engine: it ends, and says so by its exit code."""
+    folder = version_folder(versions / "full", 0)
+    running = start_server("--model", str(folder), "--await-sync", "--tensor-parallel-size", "2")
+    workers = [p for p in psutil.Process(running.server.process.pid).children(recursive=True) if "Worker" in p.name()]
+    assert len(workers) == 2, workers
+    shared = list_shared_files(workers)
+    workers[1].kill()
+    assert running.server.process.wait(30) == 1
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert not alive and not [path for path in shared if path.exists()] and not running.server.ready_file.exists()
+    assert "has ended" in running.server.log.read_text()
+
+
 def listening_ports(processes):
     found = set()
     for process in processes:

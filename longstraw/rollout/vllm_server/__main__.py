@@ -3,17 +3,19 @@
     PYTHONPATH=. .venv-vllm/bin/python -m longstraw.rollout.vllm_server --model DIR --ready-file PATH [flags]
 
 The main thread waits for the end: SIGTERM, SIGINT, the owner's death, or a client that asks for it. A second thread owns the
-engine, a third accepts connections. Exit codes: 0 at an end that was asked for; 1 where the engine could not start or its
-thread died; 2 for flags that cannot be run.
+engine, a third accepts connections. Exit codes: 0 at an end that was asked for; 1 where the engine could not start, or one of
+its workers has ended; 2 for flags that cannot be run.
 """
 
 import json
 import os
 import secrets
+import select
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -63,7 +65,14 @@ def main() -> int:
     signal.signal(signal.SIGINT, lambda *_: end())
     set_environment(config)
 
+    def fail(sentence: str) -> None:
+        failures.append(sentence)
+        end()
+
     def run() -> None:
+        late = threading.Timer(config.start_seconds, fail, [f"the engine has not loaded in {config.start_seconds:.0f} s"])
+        late.daemon = True
+        late.start()
         try:
             from longstraw.rollout.vllm_server.engine import Engine
             from longstraw.rollout.vllm_server.service import Service
@@ -72,6 +81,8 @@ def main() -> int:
             token = secrets.token_hex(32)
             service = Service(config.bind_address, token, end=end)
             threading.Thread(target=service.accept, daemon=True).start()
+            threading.Thread(target=watch_workers, args=(fail,), daemon=True).start()
+            late.cancel()
             write_ready_file(ready_file, {
                 "host": config.bind_address, "port": service.port, "token": token, "pid": os.getpid(),
                 "weight_version": engine.weights.version,
@@ -79,20 +90,26 @@ def main() -> int:
             service.run(engine)
         except BaseException as error:
             traceback.print_exc()
-            failures.append(f"{type(error).__name__}: {error}")
-        finally:
-            end()
+            fail(f"{type(error).__name__}: {error}")
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    threading.Thread(target=run, daemon=True).start()
     reason = wait_for_end(config.owner_pid, asked)
+    failure = failures[0] if failures else ""
     ready_file.unlink(missing_ok=True)
-    print(f"vllm_server: ending: {failures[0] if failures else reason}", file=sys.stderr, flush=True)
+    print(f"vllm_server: ending: {failure or reason}", file=sys.stderr, flush=True)
     itself = psutil.Process()
     shared = list_shared_files([itself])
     end_tree(itself.children(), grace=_GRACE_SECONDS)
     remove_files(shared)
-    os._exit(1 if failures else 0)  # vLLM's threads need not agree
+    os._exit(1 if failure else 0)  # vLLM's threads need not agree
+
+
+def watch_workers(fail: Callable[[str], None]) -> None:
+    """Call `fail` when one of this process's workers ends: without it the engine can do nothing more."""
+    descriptors = {os.pidfd_open(process.pid): process.pid for process in psutil.Process().children()}
+    if descriptors:
+        ended, _, _ = select.select(list(descriptors), [], [])
+        fail(f"worker {descriptors[ended[0]]} has ended")
 
 
 if __name__ == "__main__":
