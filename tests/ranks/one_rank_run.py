@@ -15,7 +15,7 @@ from megatron.training import get_args, get_tensorboard_writer
 
 from longstraw.patches.device import cuda_means_cpu
 from megatron.grpo.arguments import parse_arguments
-from megatron.grpo.initialize import initialize, shut_down
+from megatron.grpo.initialize import initialize, shut_down, write_arguments
 from megatron.grpo.model_setup import build_training_model, wrap_model
 from megatron.grpo.optimizer import build_optimizer, build_scheduler, gradients_are_finite, step_optimizer
 
@@ -41,6 +41,8 @@ def check_start_and_end(folder: Path) -> None:
         assert (groups.tp.size(), groups.cp.size(), groups.dp.size()) == (1, 1, 1)
         assert get_args() is args and parallel_state.model_parallel_is_initialized()
         drawn.append([draw(), torch.rand(2).tolist()])
+        assert not (folder / "run" / "arguments.json").exists() or drawn[1:], "a run that is refused later leaves none"
+        write_arguments(args)
         saved = json.loads((folder / "run" / "arguments.json").read_text())
         assert saved["group_size"] == 8 and saved["num_layers"] == 1 and saved["calculate_per_token_loss"] is True
         # The events are the recorder's: a writer of Megatron's would leave a second, empty run beside them.
