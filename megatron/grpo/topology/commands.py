@@ -84,7 +84,6 @@ class Commands:
         config, launch = self.config, [sys.executable, ROOT / "tools/launch.py"]
         launch += ["--nproc-per-node", config.nproc_per_node, "--grace-seconds", f"{self.grace_seconds:g}"]
         launch += ["--log-dir", self.config.switch / "logs" / f"step-{step:06d}.{role}"]
-        own = [*own, "--weight-sync", config.weight_sync, "--weight-sync-dir", config.weights]
         environment = self._environment()
         if self.site.count > 1:
             environment |= {
@@ -105,7 +104,8 @@ class Commands:
         config = self.config
         return [
             *self.trainer_flags, "--train-iters", config.train_iters, "--save", config.checkpoints, "--load",
-            config.checkpoints, "--output-dir", Path(config.run_dir, "train"),
+            config.checkpoints, "--output-dir", Path(config.run_dir, "train"), "--weight-sync", config.weight_sync,
+            "--weight-sync-dir", config.weights,
         ]
 
     def _build_server(self, step: int, ports: tuple[int, ...]):

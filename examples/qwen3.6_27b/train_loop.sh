@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Qwen3.6-27B, rollouts and training in turn on the same GPUs. One node of 8:
+#
+#   ./examples/qwen3.6_27b/train_loop.sh [flags of tools/switch_topology.sh]
+#   PLAN=1 ./examples/qwen3.6_27b/train_loop.sh      # print every command, run nothing; no GPUs needed
+#
+# Several nodes of 8, on each of them (or by Slurm: train_loop.sbatch beside this):
+#
+#   NNODES=4 NODE_RANK=<0..3> MASTER_ADDR=<first node> ./examples/qwen3.6_27b/train_loop.sh
+#
+# vLLM serves with tensor parallel 8 on the first node; Megatron trains with tensor parallel 4 (which must divide the model's 4
+# key-value heads), context parallel 2 on one node and 4 on several, and data parallel over the rest. Not yet run on GPUs.
+#
+#   HF, WEIGHTS, DATA, OUTPUT     Hugging Face folder, converted weights, prompts, where the run lies (below)
+set -euo pipefail
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
+cd "$root"
+hf=${HF:-Qwen3.6-27B}
+weights=${WEIGHTS:-weights/qwen3.6-27b}    # from tools/convert_checkpoint.py --hf-to-megatron --tensor-model-parallel-size 4
+data=${DATA:-prompts.parquet}
+output=${OUTPUT:-runs/qwen3.6-27b}
+nodes=${NNODES:-1}
+
+switcher=(
+    --run-dir "$output"
+    --model "$hf"
+    --train-iters 100
+    --nproc-per-node 8
+    --num-nodes "$nodes"
+    --rollout-tensor-parallel-size 8
+    --weight-sync full
+    --grace-seconds "${GRACE_SECONDS:-240}"
+)
+[ "$nodes" -eq 1 ] || switcher+=(--node-rank "$NODE_RANK" --rendezvous "$MASTER_ADDR")
+[ "${PLAN:-0}" = 0 ] || switcher+=(--plan)
+
+trainer=(
+    --model-preset qwen3.6-27b
+    --bf16
+    --use-distributed-optimizer
+    --tensor-model-parallel-size 4
+    --context-parallel-size "$((nodes == 1 ? 2 : 4))"
+    --sequence-parallel
+    --pretrained-checkpoint "$weights"
+    --tokenizer-path "$hf"
+    --apply-chat-template
+    --prompt-data "$data"
+    --reward math_verify
+    --reward-timeout 20
+
+    # The prompt's state in host memory, one layer staged at a time.
+    --page-residency host
+    --adjoint-residency host
+    --attention-output-residency host
+
+    --semantics exact
+    --group-size 8
+    --prompts-per-step "$((nodes == 1 ? 1 : nodes / 2))"   # one a replica
+    --max-response-length 2048
+    --rollout-is token                       # vLLM's kernels are not the trainer's: weigh what differs
+    --lr 1e-6
+)
+engine=(
+    --max-num-seqs 16
+    --gpu-memory-utilization 0.9
+)
+exec "$root/tools/switch_topology.sh" "${switcher[@]}" "$@" -- "${trainer[@]}" -- "${engine[@]}"
