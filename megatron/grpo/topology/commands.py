@@ -6,7 +6,7 @@
 | exporter | every host | the same, which writes the weights of its checkpoint and takes no step |
 | ray | every host, with --rollout-backend ray | ray start, as the head on the first host |
 | server | first host | longstraw.rollout.vllm_server, in vLLM's environment |
-| sync | first host | longstraw.rollout.vllm_client.catch_up: updates that the served folder lacks |
+| sync | first host | longstraw.rollout.vllm_client.catch_up: what the folder that the server has loaded lacks |
 | generator | first host | megatron.grpo.train --rollout-only |
 """
 
@@ -22,7 +22,7 @@ from longstraw.rollout.topology.command import Command
 from longstraw.rollout.topology.run import LOOPBACK, Site
 from longstraw.rollout.vllm_client.process import find_vllm_python, server_environment
 from megatron.grpo.topology.config import SwitchConfig
-from megatron.grpo.topology.disk import plan_start
+from megatron.grpo.topology.disk import choose_start
 
 ROOT = Path(__file__).resolve().parents[3]
 PLANNED_VENV = ROOT / ".venv-vllm"
@@ -110,8 +110,8 @@ class Commands:
 
     def _build_server(self, step: int, ports: tuple[int, ...]):
         config, environment = self.config, server_environment()
-        folder, syncs = plan_start(config.weights, Path(config.model), step - 1)
-        flags = ["--model", folder.resolve(), *(["--await-sync"] if syncs and folder == Path(config.model) else [])]
+        folder, whole = choose_start(config.weights, Path(config.model), step - 1)
+        flags = ["--model", folder.resolve(), *([] if whole else ["--await-sync"])]
         flags += ["--tensor-parallel-size", config.rollout_tensor_parallel_size]
         flags += ["--pipeline-parallel-size", config.rollout_pipeline_parallel_size]
         flags += ["--bind-address", self.site.address if config.uses_ray else LOOPBACK]
@@ -124,9 +124,9 @@ class Commands:
         return command, environment, (self.ready_file,)
 
     def _build_sync(self, step: int, ports: tuple[int, ...]):
-        _, folders = plan_start(self.config.weights, Path(self.config.model), step - 1)
         program = [sys.executable, "-m", "longstraw.rollout.vllm_client.catch_up", "--ready-file", self.ready_file]
-        return [*program, *folders], self._environment(), ()
+        program += ["--weight-sync-dir", self.config.weights, "--version", step - 1]
+        return program, self._environment(), ()
 
     def _build_ray(self, step: int, ports: tuple[int, ...]):
         config, head = self.config, self.site.rank == 0

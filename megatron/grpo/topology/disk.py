@@ -50,17 +50,15 @@ def has_rollouts(rollouts: Path, step: int) -> bool:
     return True
 
 
-def plan_start(weights: Path, model: Path, version: int) -> tuple[Path, list[Path]]:
-    """How an engine that starts gets a version: the folder it is started from, and those that it is synced to then, in order.
+def choose_start(weights: Path, model: Path, version: int) -> tuple[Path, bool]:
+    """The folder that an engine starts from to come to a version, and whether it takes the weights of that folder.
 
-    Whole weights of the engine's own precision are what it starts from. Where updates build on whole weights at the trainer's
-    precision, it starts without any and takes them first, so that they are rounded as the trainer rounds.
+    It does where they are of its own precision. Where updates build on whole weights at the trainer's precision, it starts
+    without any and is synced to those first, so that they are rounded as the trainer rounds.
 
-    Raises ValueError where a folder is missing or not whole.
+    Raises ValueError where a folder that it needs is missing or not whole.
     """
     if version == 0 and find_weights(weights, 0) is None:
-        return model, []
-    folders = plan_syncs(weights, (), version)
-    if read_manifest(folders[0]).full_precision:
-        return model, folders
-    return folders[0], folders[1:]
+        return model, True
+    first = plan_syncs(weights, (), version)[0]
+    return (model, False) if read_manifest(first).full_precision else (first, True)

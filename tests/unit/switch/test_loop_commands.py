@@ -14,7 +14,7 @@ from longstraw.rollout.topology.states import Progress
 from longstraw.rollout.weight_folder import FolderManifest, version_folder, write_manifest
 from megatron.grpo.topology.commands import SERVER_OWNED, TRAINER_OWNED, Commands, check_flags
 from megatron.grpo.topology.config import SwitchConfig
-from megatron.grpo.topology.disk import plan_start, read_progress
+from megatron.grpo.topology.disk import choose_start, read_progress
 from tests.support.ranks import REPOSITORY
 
 TOOL = REPOSITORY / "tools/switch_topology.py"
@@ -148,16 +148,16 @@ def test_the_disk_tells_how_far_a_run_is(tmp_path):
 
 def test_an_engine_that_starts_gets_all_weights_and_then_the_updates_on_them(tmp_path):
     weights, model = tmp_path / "weights", tmp_path / "hf"
-    assert plan_start(weights, model, 0) == (model, [])
+    assert choose_start(weights, model, 0) == (model, True)
     write_version(weights, 0, full_precision=True)
     folders = {1: write_version(weights, 1, "delta", 0), 2: write_version(weights, 2, full_precision=True),
                3: write_version(weights, 3, "delta", 2), 4: write_version(weights, 4, "unchanged", 3), 5: write_version(weights, 5)}
-    assert plan_start(weights, model, 1) == (model, [version_folder(weights, 0), folders[1]])
-    assert plan_start(weights, model, 4) == (model, [folders[2], folders[3], folders[4]])
-    assert plan_start(weights, model, 5) == (folders[5], [])
+    assert choose_start(weights, model, 1) == (model, False)
+    assert choose_start(weights, model, 4) == (model, False)
+    assert choose_start(weights, model, 5) == (folders[5], True)
     folders[3].joinpath("manifest.json").unlink()
     with pytest.raises(ValueError, match="version 4 cannot be had from .*version-3"):
-        plan_start(weights, model, 4)
+        choose_start(weights, model, 4)
     server = commands(tmp_path, weight_sync_dir=str(weights)).build("server", 2, ()).arguments
     assert "--await-sync" in server and server[server.index("--model") + 1].endswith("hf")
     server = commands(tmp_path, weight_sync_dir=str(weights)).build("server", 6, ()).arguments
