@@ -39,9 +39,10 @@ def read_checkpoint(folder: Path) -> dict:
 
 
 def pass_through(folder: Path, phase: str, step: int) -> None:
-    """Stay in a phase for a moment, and as long as a test holds it."""
+    """Stay in a phase for a moment, and as long as a test holds it; `at-PHASE-STEP` says that it has been reached."""
     time.sleep(0.02)
     while (folder / f"hold-{phase}-{step}").exists():
+        (folder / f"at-{phase}-{step}").touch()
         time.sleep(0.02)
 
 

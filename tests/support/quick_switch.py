@@ -78,13 +78,13 @@ def main(folder: Path, steps: int, rank: int = 0, count: int = 1, rendezvous: st
                 }
             return Command(
                 arguments=(*arguments, str(folder), str(step)), log=folder / f"log-{rank}", environment=environment,
-                grace_seconds=2.0, scratch=(folder / "ready.json",) if role == "server" else (),
+                grace_seconds=20.0, scratch=(folder / "ready.json",) if role == "server" else (),
             )
 
         return command
 
-    quick = {f"{state}_seconds": 20.0 for state in ("training", "exporting", "rollout_up", "generating")}
-    quick |= {"draining_seconds": 10.0, "rollout_down_seconds": 10.0, "grace_seconds": 3.0, "rendezvous_seconds": 20.0}
+    quick = {f"{state}_seconds": 60.0 for state in ("training", "exporting", "rollout_up", "generating")}
+    quick |= {"draining_seconds": 60.0, "rollout_down_seconds": 60.0, "grace_seconds": 3.0, "rendezvous_seconds": 20.0}
     deadlines = DeadlineConfig(**quick | json.loads(os.environ.get("QUICK_SWITCH", "{}")))
     return run_switch(
         lambda site: QuickJob(folder, steps, make_commands(site)), build, folder / "switch", deadlines, rank=rank, count=count,

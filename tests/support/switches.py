@@ -95,22 +95,30 @@ class Switch:
         return None
 
     def kill(self, *targets: str) -> None:
-        """SIGKILL to "switcher", or to "trainer keeper" and the like, all together."""
-        found: list = []
-
-        def all_there() -> bool:
-            found[:] = [self.process if target == "switcher" else self.find(*target.split()) for target in targets]
-            return None not in found
-
-        self.wait_until(all_there, f"{targets}", 10)
+        """SIGKILL to "switcher", or to "trainer keeper" and the like, all together, once they are there."""
+        self.wait_until(lambda: self._find_all(targets) is not None, f"{targets}", 30)
         # A file that is younger than a tick of the switcher it cannot know: no more than that is promised.
-        self.wait_until(lambda: self.shared_memory() <= self.recorded(), "the record of shared memory", 10)
+        self.wait_until(lambda: self.shared_memory() <= self.recorded(), "the record of shared memory", 30)
+        assert self.try_to_kill(*targets), targets
+
+    def try_to_kill(self, *targets: str, seconds: float = 0.0) -> bool:
+        """SIGKILL to all of them together, where they all are there within some seconds; whether they were."""
+        deadline = time.monotonic() + seconds
+        while (found := self._find_all(targets)) is None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
         if "switcher" in targets:  # it does not see the others die before it
             self.process.send_signal(signal.SIGSTOP)
         for process in found:
             process.send_signal(signal.SIGKILL)
         if "switcher" in targets:
-            self.process.wait(10)
+            self.process.wait(30)
+        return True
+
+    def _find_all(self, targets: tuple[str, ...]) -> list | None:
+        found = [self.process if target == "switcher" else self.find(*target.split(maxsplit=1)) for target in targets]
+        return None if None in found else found
 
     def shared_memory(self) -> set[str]:
         """The files in /dev/shm that the programs have made and that are there."""
@@ -130,7 +138,7 @@ class Switch:
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
 
-    def wait_for_nothing(self, seconds: float = 10) -> None:
+    def wait_for_nothing(self, seconds: float = 30) -> None:
         """Until no process of the run is left."""
         deadline = time.monotonic() + seconds
         while left := list(self.marked()):

@@ -34,6 +34,7 @@ def walk(state: str, phase: str, switch: Switch) -> None:
         switch.hold(phase, step)
     switch.start()
     for step, targets in enumerate(walked, start=1):
+        switch.wait_until((switch.folder / f"at-{phase}-{step}").exists, f"{phase} of step {step}")
         switch.wait_for("enter", state, step)
         switch.kill(*targets.split(","))
         seen |= switch.rollouts()

@@ -1,0 +1,125 @@
+"""tools/switch_topology over the real vLLM and Megatron: a step with a killed engine, and, with --long, everything else that may
+be killed, ten switches in a row, LoGRA's updates at two engine ranks, two loops at once.
+"""
+
+import shutil
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.support.ranks import REPOSITORY
+from tests.support.real_loops import ADAM, LOGRA, RealLoop, make_inputs, trainer_flags
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(7200)]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def make(inputs, tmp_path):
+    made = []
+
+    def make_loop(steps: int, name: str = "run", **settings) -> RealLoop:
+        made.append(RealLoop(tmp_path / name, inputs, steps, **settings))
+        return made[-1]
+
+    yield make_loop
+    for loop in made:
+        loop.end()
+
+
+def train_at_once(loop: RealLoop, inputs, trainer: list[str]) -> dict[str, str]:
+    """The last weights of a trainer that takes all of a loop's steps in one life, from the loop's rollouts."""
+    folder = loop.folder / "at_once"
+    shutil.rmtree(folder, ignore_errors=True)
+    done = subprocess.run(
+        [sys.executable, REPOSITORY / "tools/launch.py", "--nproc-per-node", "2", "-m", "megatron.grpo.train",
+         *trainer_flags(inputs, trainer), "--train-iters", str(loop.steps), "--rollouts-from", loop.folder / "rollouts",
+         "--output-dir", folder / "train", "--weight-sync", "full", "--weight-sync-dir", folder / "weights"],
+        env=loop.environment, capture_output=True, text=True, timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return loop.weights(loop.steps, folder / "weights")
+
+
+def test_an_engine_killed_while_it_generates_costs_no_step(make):
+    loop = make(1)
+    loop.start()
+    loop.wait_for("enter", "generating", 1, 240)
+    port = [c.laddr.port for c in loop.find("server", "main").net_connections() if c.status == "LISTEN"]
+    loop.kill("server main")
+    assert loop.wait(400) == 0, loop.output.read_text()
+    failed = [line for line in loop.lines() if line["event"] == "failed"]
+    assert [line["state"] for line in failed] == ["generating"]
+    assert loop.steps_recorded() == [1] and len(loop.rollouts()) == 1 and loop.weights(1)
+    listening = {c.laddr.port for c in psutil.net_connections() if c.status == "LISTEN"}
+    assert port and not listening & set(port)
+    loop.check_nothing_left()
+
+
+KILLS = [
+    ("rollout_up", "server main"), ("rollout_up", "server keeper"), ("rollout_up", "switcher"),
+    ("generating", "server VLLM::Worker_TP1"), ("generating", "server main"), ("generating", "generator main"),
+    ("generating", "generator keeper"), ("generating", "switcher"),
+    ("rollout_down", "server main"), ("rollout_down", "switcher"),
+    ("training", "trainer main"), ("training", "trainer torch.distributed.run"), ("training", "trainer launch_rank.py"),
+    ("training", "trainer python -m megatron.grpo.train"), ("training", "trainer reward_worker"), ("training", "trainer keeper"),
+    ("training", "switcher"), ("training", "switcher,trainer keeper"),
+    ("saving", "trainer main"), ("saving", "switcher"),
+    ("draining", "trainer python -m megatron.grpo.train"), ("draining", "switcher"),
+]
+"""(state, or the part of training in which the checkpoint is half-written; what is killed), one at each step."""
+
+
+@pytest.mark.long
+def test_kill_9_of_anything_in_any_state(make, inputs):
+    loop = make(len(KILLS), tensor_parallel=2)
+    seen: dict[str, str] = {}
+    loop.start()
+    for step, (state, targets) in enumerate(KILLS, start=1):
+        loop.wait_for("enter", "training" if state == "saving" else state, step, 600)
+        if state == "saving":
+            loop.wait_until(lambda: list(loop.folder.glob("checkpoints/*.partial")), "a half-written checkpoint", 300)
+        if loop.try_to_kill(*targets.split(","), seconds=30):
+            print(f"step {step}: killed {targets} in {state}", flush=True)
+        else:
+            print(f"step {step}: {targets} was not there in {state}", flush=True)
+        seen |= loop.rollouts()
+        if "switcher" in targets:
+            loop.wait_for_nothing(30)
+            loop.start()
+    assert loop.wait(600) == 0, loop.output.read_text()
+    assert loop.steps_recorded() == list(range(1, loop.steps + 1))
+    assert seen.items() <= loop.rollouts().items() and len(loop.rollouts()) == loop.steps
+    assert loop.weights(loop.steps) == train_at_once(loop, inputs, ADAM)
+    loop.check_nothing_left()
+
+
+@pytest.mark.long
+def test_ten_switches_in_a_row_with_updates_and_whole_weights(make, inputs):
+    trainer = [*LOGRA, "--weight-sync-full-interval", "3"]
+    loop = make(10, tensor_parallel=2, sync="delta", trainer=trainer)
+    loop.start()
+    assert loop.wait(3600) == 0, loop.output.read_text()
+    emptied = [line for line in loop.lines() if line.get("state") in ("draining", "rollout_down") and line["event"] == "done"]
+    assert len(emptied) == 20 and all(line["memory"]["node-0"]["resident_bytes"] == 0 for line in emptied)
+    own = [line["memory"]["switcher"]["resident_bytes"] for line in emptied]
+    print("the switcher's memory after each switch:", own, flush=True)
+    assert max(own[2:]) <= 1.01 * own[2], own
+    loop.check_nothing_left()
+
+
+@pytest.mark.long
+def test_two_loops_at_once(make):
+    loops = [make(2, name) for name in ("first", "second")]
+    for loop in loops:
+        loop.start()
+    for loop in loops:
+        assert loop.wait(1800) == 0, loop.output.read_text()
+        assert loop.steps_recorded() == [1, 2]
+        loop.check_nothing_left()
