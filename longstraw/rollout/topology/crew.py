@@ -3,6 +3,8 @@
 Each question is answered from what every host said after its last order; until then the answer is "not yet".
 """
 
+from typing import Literal
+
 from longstraw.rollout.topology.hosts import Host
 from longstraw.rollout.topology.node import NodeStatus, Order
 
@@ -32,10 +34,10 @@ class Crew:
         for host in self.hosts:
             host.tick()
 
-    def start(self, role: str, step: int, *, ports: tuple[int, ...] = (), everywhere: bool) -> None:
-        """Start a role on every host, or on the first alone."""
+    def start(self, role: str, step: int, where: Literal["first", "others", "all"], *, ports: tuple[int, ...] = ()) -> None:
+        """Start a role on the first host, on the others, or on all."""
         self._clearing = False
-        for host in self.hosts if everywhere else self.hosts[:1]:
+        for host in {"first": self.hosts[:1], "others": self.hosts[1:], "all": self.hosts}[where]:
             self._asked.discard((host.name, role))
             host.order(Order(do="start", role=role, step=step, ports=ports))
 

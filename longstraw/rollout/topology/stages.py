@@ -69,7 +69,7 @@ class Training(Stage):
     role = "trainer"
 
     def enter(self) -> None:
-        self.crew.start(self.role, self.step, ports=self.job.choose_ports(self.role), everywhere=True)
+        self.crew.start(self.role, self.step, "all", ports=self.job.choose_ports(self.role))
 
     def is_over(self) -> bool:
         return self._is_written(f"step {self.step} was committed", lambda found: found.committed >= self.step)
@@ -123,7 +123,7 @@ class RolloutUp(Stage):
     def enter(self) -> None:
         if self.job.uses_ray:
             self._ports = self.job.choose_ports("ray")
-            self.crew.start("ray", self.step, ports=self._ports, everywhere=True)
+            self.crew.start("ray", self.step, "first", ports=self._ports)
         else:
             self._start_server()
 
@@ -132,6 +132,7 @@ class RolloutUp(Stage):
             return False
         if not self._server_started:
             if self.job.ray_answers(self._ports):
+                self.crew.start("ray", self.step, "others", ports=self._ports)  # they look for the head at once
                 self._start_server()
             return False
         if self._sync_started and not self.crew.has_ended("sync"):
@@ -142,12 +143,12 @@ class RolloutUp(Stage):
         if self._sync_started or version > self.step - 1:
             raise StageFailed(f"the server holds weights of version {version}, and step {self.step} needs {self.step - 1}")
         self._sync_started = True
-        self.crew.start("sync", self.step, everywhere=False)
+        self.crew.start("sync", self.step, "first")
         return False
 
     def _start_server(self) -> None:
         self._server_started = True
-        self.crew.start("server", self.step, ports=self._ports, everywhere=False)
+        self.crew.start("server", self.step, "first", ports=self._ports)
 
 
 class Generating(Stage):
@@ -156,7 +157,7 @@ class Generating(Stage):
     state = State.GENERATING
 
     def enter(self) -> None:
-        self.crew.start("generator", self.step, everywhere=False)
+        self.crew.start("generator", self.step, "first")
 
     def is_over(self) -> bool:
         if not self.crew.require("ray", "server", goal=f"the rollouts of step {self.step} were written"):
