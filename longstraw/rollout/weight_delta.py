@@ -21,10 +21,12 @@ Left out: how names map to those of an engine, transport, and weights that sketc
 which have to be sent whole.
 """
 
+import itertools
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -112,8 +114,13 @@ def round_as_trainer(full: torch.Tensor) -> torch.Tensor:
 
 
 def checksum_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """One checksum over names and bits of (name, tensor) pairs, whatever their order; one tensor at a time is held."""
-    found = {name: checksum_tensors([(name, tensor)]) for name, tensor in weights}
+    """One checksum over names and bits of (name, tensor) pairs, whatever their order; a few tensors at a time are held."""
+    threads = min(8, os.cpu_count() or 1)
+    found: dict[str, str] = {}
+    with ThreadPoolExecutor(threads) as pool:  # hashing lets other threads run
+        weights = iter(weights)
+        while part := list(itertools.islice(weights, threads)):
+            found |= zip((name for name, _ in part), pool.map(lambda pair: checksum_tensors([pair]), part))
     return join_checksums(found[name] for name in sorted(found))
 
 
