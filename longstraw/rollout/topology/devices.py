@@ -16,7 +16,7 @@ from dataclasses import dataclass
 SLACK = 0.01
 """Share of a device's memory by which it may differ from before."""
 
-_QUERY_SECONDS = 30.0
+_QUERY_SECONDS = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,10 @@ def read_devices(visible: tuple[str, ...] | None) -> list[DeviceUse]:
 
 def _query(arguments: list[str]) -> list[list[str]]:
     command = ["nvidia-smi", *arguments, "--format=csv,noheader,nounits"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, env=dict(os.environ))
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, env=dict(os.environ))
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{' '.join(command)} did not answer within {_QUERY_SECONDS:g} s") from None
     if answer.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed: {(answer.stderr or answer.stdout).strip()}")
     return [[field.strip() for field in line.split(",")] for line in answer.stdout.splitlines() if line.strip()]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from longstraw.durable_files import write_whole
 from longstraw.rollout.topology.channel import Channel, ChannelClosed, read_token
-from longstraw.rollout.topology.hosts import HostLost, RemoteHost
+from longstraw.rollout.topology.hosts import HostLost, RemoteHost, StopAsked
 
 RETRY_SECONDS = 0.5
 PORT_FILE = "port"
@@ -38,7 +38,8 @@ def gather_followers(
     """Wait for ranks 1 to count - 1; returns them in order. Where the address has port 0, the port that the system gave is in a
     file beside the token.
 
-    Raises HostLost where they do not all come in time, ValueError where one was started otherwise than this.
+    Raises HostLost where they do not all come in time, StopAsked at a signal, ValueError where one was started otherwise than
+    this.
     """
     token = read_token(token_file, create=True)
     deadline = time.monotonic() + seconds
@@ -48,7 +49,9 @@ def gather_followers(
         server.settimeout(RETRY_SECONDS)
         write_whole(token_file.with_name(PORT_FILE), f"{server.getsockname()[1]}\n")
         while len(found) < count - 1:
-            if time.monotonic() > deadline or stop_asked():
+            if stop_asked():
+                raise StopAsked
+            if time.monotonic() > deadline:
                 missing = sorted(set(range(1, count)) - set(found))
                 raise HostLost(f"node ranks {missing} have not come within {seconds:g} s (--rendezvous-seconds)")
             try:
@@ -74,10 +77,12 @@ def join_leader(
 ) -> tuple[Channel, str]:
     """Connect to the first host; returns the channel and this host's own address on the way there.
 
-    Raises HostLost where it is not there in time.
+    Raises HostLost where it is not there in time, StopAsked at a signal.
     """
     deadline, problem = time.monotonic() + seconds, "no token yet"
-    while time.monotonic() < deadline and not stop_asked():
+    while time.monotonic() < deadline:
+        if stop_asked():
+            raise StopAsked
         token = read_token(token_file, create=False)
         if token is not None:
             try:

@@ -18,6 +18,10 @@ class HostLost(RuntimeError):
     """Another host is gone or silent."""
 
 
+class StopAsked(Exception):
+    """A signal asks for the end."""
+
+
 class Host(Protocol):
     """What the machine needs of a host."""
 

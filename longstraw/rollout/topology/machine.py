@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from longstraw.rollout.topology.config import DeadlineConfig
 from longstraw.rollout.topology.crew import Crew, StageFailed
+from longstraw.rollout.topology.hosts import StopAsked
 from longstraw.rollout.topology.journal import Journal
 from longstraw.rollout.topology.stages import STAGES, Job
 from longstraw.rollout.topology.states import State, choose_state, explain_loss, follow_state
@@ -19,10 +20,6 @@ TICK_SECONDS = 0.1
 
 class GaveUp(RuntimeError):
     """The run cannot go on."""
-
-
-class StopAsked(Exception):
-    """A signal asks for the end."""
 
 
 class Machine:

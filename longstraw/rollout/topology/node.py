@@ -218,7 +218,11 @@ class LocalNode:
         if self.visible == ():
             return []
         if time.monotonic() - self._asked > DEVICE_SECONDS:
-            devices = read_devices(self.visible)
+            try:
+                devices = read_devices(self.visible)
+            except RuntimeError as error:  # asked again until the deadline of whoever waits for empty devices
+                self._device_clauses = [str(error)]
+                return self._device_clauses
             for device in devices:
                 if not device.processes:
                     least = min(device.used_bytes, self._baseline.get(device.uuid, device.used_bytes))

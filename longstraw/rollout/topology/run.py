@@ -23,11 +23,11 @@ from longstraw.rollout.topology.config import DeadlineConfig
 from longstraw.rollout.topology.crew import Crew
 from longstraw.rollout.topology.follower import clear_host, follow
 from longstraw.rollout.topology.gathering import find_interface, gather_followers, join_leader
-from longstraw.rollout.topology.hosts import HostLost, LocalHost, RemoteHost
+from longstraw.rollout.topology.hosts import HostLost, LocalHost, RemoteHost, StopAsked
 from longstraw.rollout.topology.journal import Journal
 from longstraw.rollout.topology.keeper import PR_SET_CHILD_SUBREAPER, set_process_option
 from longstraw.rollout.topology.lock import RunLock
-from longstraw.rollout.topology.machine import GaveUp, Machine, StopAsked
+from longstraw.rollout.topology.machine import GaveUp, Machine
 from longstraw.rollout.topology.node import LocalNode
 from longstraw.rollout.topology.stages import Job
 
@@ -81,13 +81,15 @@ def run_switch(
             return _follow(make_build, folder, deadlines, rank, count, rendezvous, fingerprint, signals)
         finally:
             lock.release()
+    except StopAsked:
+        return STOPPED
     except (HostLost, GaveUp, ValueError, RuntimeError, OSError) as error:
         say(str(error))
         return FAILED
 
 
 def _lead(make_job, make_build, folder, deadlines, count, rendezvous, fingerprint, signals, say) -> int:
-    site = Site() if count == 1 else _find_site(socket.gethostbyname(rendezvous[0]), rendezvous, 0, count)
+    site = Site() if count == 1 else _find_site(resolve(rendezvous[0]), rendezvous, 0, count)
     job, journal = make_job(site), Journal(folder / "journal.jsonl")
     node = _make_node(make_build(site), folder, 0)
     followers: list[RemoteHost] = []
@@ -109,14 +111,14 @@ def _lead(make_job, make_build, folder, deadlines, count, rendezvous, fingerprin
         journal.write("lost" if isinstance(error, HostLost) else "gave_up", reason=str(error))
         raise
     finally:
-        held = clear_host(node, deadlines.draining_seconds)
-        if held:
-            say(f"still there: {'; '.join(held)}")
-        for host in followers:
+        for host in followers:  # before this host is cleared, which may take longer than they wait in silence
             try:
                 host.leave(status)
             except HostLost as error:
                 say(str(error))
+        held = clear_host(node, deadlines.draining_seconds)
+        if held:
+            say(f"still there: {'; '.join(held)}")
         journal.write("end", status=status)
         journal.close()
     return status
@@ -138,6 +140,14 @@ def _follow(make_build, folder, deadlines, rank, count, rendezvous, fingerprint,
         )
     finally:
         channel.close()
+
+
+def resolve(host: str) -> str:
+    """An address of a name. Raises ValueError where it has none."""
+    try:
+        return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except socket.gaierror as error:
+        raise ValueError(f"--rendezvous {host} has no address: {error}") from None
 
 
 def _find_site(address: str, rendezvous: tuple[str, int], rank: int, count: int) -> Site:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longstraw.rollout.topology.command import Command
+from longstraw.rollout.topology.devices import choose_devices
 from longstraw.rollout.topology.run import LOOPBACK, Site
 from longstraw.rollout.vllm_client.process import find_vllm_python, server_environment
 from megatron.grpo.topology.config import SwitchConfig
@@ -143,6 +144,8 @@ class Commands:
             arguments += ["--address", f"{self.site.leader}:{given['gcs']}"]
         arguments += ["--min-worker-port", 0, "--max-worker-port", 0, "--disable-usage-stats"]
         arguments += ["--num-cpus", config.ray_cpus_per_node or config.nproc_per_node, "--temp-dir", self.ray_folder]
+        if self.planned or choose_devices(os.environ) != ():
+            arguments += ["--num-gpus", config.nproc_per_node]
         return arguments, server_environment() | self._interface() | self._ray_environment(), (self.ray_folder,)
 
     def _vllm_program(self, name: str) -> Path:

@@ -45,5 +45,5 @@ class LoopJob:
         try:
             with VllmEngine(self.ready_file, call_seconds=ANSWER_SECONDS) as engine:
                 return NO_WEIGHTS if engine.weight_version is None else engine.weight_version
-        except EngineError:
-            return None
+        except (EngineError, ValueError):
+            return None  # not yet, or no longer: the server itself is watched
