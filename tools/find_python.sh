@@ -1,3 +1,4 @@
+# shellcheck shell=bash disable=SC2154  # program and the other three are set by those that source it
 # Finds an interpreter that can make an environment; for tools/setup_env.sh and tools/setup_vllm.sh, which source it.
 #
 #   program=setup_env python_version=3.12 named_python=$LONGSTRAW_PYTHON named_by=LONGSTRAW_PYTHON

@@ -82,6 +82,7 @@ make_environment() {
     [ "$kind" = cpu ] && constraints=(-c "$requirements/vllm-constraints.txt")
     pip=("$venv/bin/python" -I -m pip --disable-pip-version-check)
     say "installing vLLM for the ${kind^^}; a first time downloads some 1 GB and takes 4 GB of disk and a few minutes"
+    # shellcheck disable=SC2015  # either that fails is a failure
     "${pip[@]}" install -qq "${constraints[@]}" -r "$requirements/vllm-$kind.txt" \
         && "${pip[@]}" uninstall -qq -y "${unwanted[@]}" \
         || fail "pip could not install the packages (its message is above). Run this again to go on from here, or

@@ -12,7 +12,7 @@ SHELLCHECK = Path(sys.prefix, "bin/shellcheck")
 
 
 def list_scripts() -> list[Path]:
-    """Files of the repository that bash or sh runs."""
+    """Files of the repository that bash or sh runs or sources."""
     listing = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True)
     names = listing.stdout.decode().split("\0") if listing.returncode == 0 else [
         str(path.relative_to(ROOT)) for folder in ("examples", "tests", "tools", ".ci") for path in (ROOT / folder).rglob("*")]
@@ -21,7 +21,7 @@ def list_scripts() -> list[Path]:
         if path.is_file():
             with open(path, "rb") as file:
                 first = file.readline(64)
-            if first.startswith(b"#!") and first.rstrip().endswith((b"bash", b"/sh")):
+            if path.suffix == ".sh" or (first.startswith(b"#!") and first.rstrip().endswith((b"bash", b"/sh"))):
                 found.append(path)
     return found
 
