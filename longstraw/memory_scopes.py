@@ -24,34 +24,30 @@ moment."""
 
 Place = Literal["device", "host"]
 
-_open: list["memory_scope"] = []
+_open: list[tuple[str | None, Place]] = [(None, "device")]
 
 
 class memory_scope(ContextDecorator):
     """A block, or a function as a decorator, whose new tensors are of one category and place.
 
-    None leaves what the scope around it says (a category), or the device (a place).
+    None leaves what the scope around it says: no category, and the device, outside of all.
     """
 
     def __init__(self, category: str | None = None, place: Place | None = None):
         self.category, self.place = category, place
 
     def __enter__(self) -> "memory_scope":
-        _open.append(self)
+        category, place = _open[-1]
+        _open.append((self.category or category, self.place or place))
         return self
 
     def __exit__(self, *exc) -> None:
         _open.pop()
 
 
-def current_category() -> str | None:
-    """Of the innermost scope that names one; None outside of all."""
-    return next((scope.category for scope in reversed(_open) if scope.category), None)
-
-
-def current_place() -> Place:
-    """Of the innermost scope that names one."""
-    return next((scope.place for scope in reversed(_open) if scope.place), "device")
+def current_scope() -> tuple[str | None, Place]:
+    """Category and place of what is made now; None for no category."""
+    return _open[-1]
 
 
 def state_category(segment: str) -> str:

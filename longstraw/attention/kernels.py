@@ -14,7 +14,12 @@ its memory-efficient kernel for float32, and plain matrix products for float64. 
 
 import torch
 
+from longstraw.attention import device_kind
 from longstraw.attention.wide_heads import wide_heads_bwd, wide_heads_fwd
+
+KEYS_AT_ONCE = 2**15
+"""Keys of one call on CUDA: the kernels there want a copy of the keys and values, and of their gradients, for every query
+head that shares them, which for all pages of a long prompt would be more than the pages of all layers."""
 
 WIDEST_HEAD = 256
 """The widest head of aten's flash kernel on CUDA."""
@@ -26,7 +31,7 @@ def attend_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [B, H, S, D], k and v [B, G, N, D] -> output [B, H, S, D] and log-sum-exp [B, H, S] (float32 or wider)."""
-    if q.device.type == "cpu":
+    if not device_kind.computes_on_cuda(q):
         return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     if q.shape[-1] > WIDEST_HEAD:
         o, lse = wide_heads_fwd(q, k, v, causal, scale)
@@ -46,7 +51,7 @@ def attend_bwd(
     causal: bool, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients (dq, dk, dv) of this span, given the output o and log-sum-exp lse over *all* spans; shapes as inputs."""
-    if q.device.type == "cpu":
+    if not device_kind.computes_on_cuda(q):
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, causal, scale=scale)
     if q.shape[-1] > WIDEST_HEAD:
         return wide_heads_bwd(do, q, k, v, o, lse, causal, scale)
@@ -55,6 +60,12 @@ def attend_bwd(
     if q.dtype is torch.float32:
         return _cuda_efficient_bwd(do, q, k, v, o, lse, causal, scale)
     return _plain_bwd(do, q, k, v, o, lse, causal, scale)
+
+
+def cut_keys(q: torch.Tensor, keys: int) -> list[slice]:
+    """Spans of at most `KEYS_AT_ONCE` keys; on a CPU, whose kernel makes no copies, all of them."""
+    step = KEYS_AT_ONCE if device_kind.computes_on_cuda(q) else max(keys, 1)
+    return [slice(start, min(start + step, keys)) for start in range(0, keys, step)]
 
 
 def attend_shared_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

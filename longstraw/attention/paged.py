@@ -19,7 +19,7 @@ import torch
 
 from longstraw.attention.exchange import gather_rows, merge_into, merge_partials, scatter_rows
 from longstraw.attention.geometry import AttentionGeometry, Pages
-from longstraw.attention.kernels import attend_bwd, attend_fwd, attend_shared_bwd, attend_shared_fwd
+from longstraw.attention.kernels import attend_bwd, attend_fwd, attend_shared_bwd, attend_shared_fwd, cut_keys
 from longstraw.attention.passed_keys import attend_by_keys, attend_bwd_by_keys
 
 
@@ -100,7 +100,14 @@ def _join_rows(parts: list[torch.Tensor]) -> torch.Tensor:
 def _attend_span(q, k, v, span, scale):
     if span.pages is None:
         return attend_fwd(q, k[:, :, span.keys], v[:, :, span.keys], span.causal, scale)
-    return attend_shared_fwd(q, *span.pages.read(), scale)
+    k, v = span.pages.read()
+    first, *others = cut_keys(q, k.shape[2])
+    o, lse = attend_shared_fwd(q, k[:, :, first], v[:, :, first], scale)
+    if others:
+        o = o.to(torch.promote_types(o.dtype, torch.float32))
+    for rows in others:
+        merge_into(o, lse, *attend_shared_fwd(q, k[:, :, rows], v[:, :, rows], scale))
+    return o, lse
 
 
 class _PagedAttention(torch.autograd.Function):
@@ -154,9 +161,13 @@ def _span_bwd(do, q, o, lse, k, v, dk, dv, span, geometry):
         dk[:, :, span.keys] += dks
         dv[:, :, span.keys] += dvs
         return dq
-    dq, dks, dvs = attend_shared_bwd(do, q, *span.pages.read(), o, lse, geometry.scale)
-    span.pages.add_adjoint(dks, dvs)
-    return dq
+    k, v = span.pages.read()
+    total = None
+    for rows in cut_keys(q, k.shape[2]):
+        dq, dks, dvs = attend_shared_bwd(do, q, k[:, :, rows], v[:, :, rows], o, lse, geometry.scale)
+        span.pages.add_adjoint(dks, dvs, rows.start)
+        total = dq if total is None else total.to(torch.promote_types(dq.dtype, torch.float32)).add_(dq)
+    return total
 
 
 def paged_attention(

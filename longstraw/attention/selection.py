@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from longstraw.attention import device_kind
 from longstraw.attention.exchange import gather_rows, scatter_rows
 from longstraw.attention.layout import BlockLayout
 from longstraw.attention.wide_heads import matmul_wide
@@ -180,7 +181,7 @@ def _best_local(q, weights, at, sources, geometry) -> torch.Tensor:
 
 def _scan(best, q, weights, at, keys, positions, geometry) -> torch.Tensor:
     """Merge the keys of one source into the running best [S, .] of queries q [S, H, D]; at [S]: with a causal mask."""
-    on_cpu, step = q.device.type == "cpu", geometry.keys_at_once
+    on_cpu, step = not device_kind.computes_on_cuda(q), geometry.keys_at_once
     tile = min(step, len(keys), _CPU_TILE if on_cpu else step)
     queries_at_once = max(1, (geometry.scores_at_once or (2**19 if on_cpu else 2**24)) // (q.shape[1] * tile))
     merged = []

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 
 import torch
 
+from longstraw.attention import device_kind
+
 SCORES_AT_ONCE = 2**25
 """Scores of one block, over batch and heads."""
 
 
 def matmul_wide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [X, m, k] @ b [X, k, n] in float32 or wider; 16-bit operands on a CUDA device stay 16-bit, with float32 sums."""
-    if b.device.type == "cuda" and b.dtype in (torch.bfloat16, torch.float16):
+    if device_kind.computes_on_cuda(b) and b.dtype in (torch.bfloat16, torch.float16):
         return torch.bmm(a.to(b.dtype), b, out_dtype=torch.float32)
     wide = torch.promote_types(b.dtype, torch.float32)
     return a.to(wide) @ b.to(wide)

@@ -39,6 +39,11 @@ def form_of(tensor: torch.Tensor) -> Form:
     return Form(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
+def signature(func, args: tuple, kwargs: dict) -> tuple:
+    """What decides the form of an operation's results."""
+    return (func, _key_of(args), _key_of(tuple(kwargs.items()))) if kwargs else (func, _key_of(args))
+
+
 class Forms:
     """What is known of operations so far. `found` counts the forms that were asked of FakeTensorMode."""
 
@@ -47,12 +52,11 @@ class Forms:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict = {}
 
-    def find(self, func, args: tuple, kwargs: dict):
+    def find(self, key: tuple, func, args: tuple, kwargs: dict):
         """The results of an operation: Forms where it gives tensors, in a list where it gives several; others as they are.
 
-        Raises UnknownValue where the form depends on the arguments' numbers.
+        key: its `signature`. Raises UnknownValue where the form depends on the arguments' numbers.
         """
-        key = (func, _key_of(args), _key_of(tuple(kwargs.items())) if kwargs else ())
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = (self._ask(func, args, kwargs),)

@@ -6,6 +6,7 @@
     collectives   group -> operation -> {calls, bytes}
 """
 
+from longstraw.dry_run.counter import OperationCounter
 from longstraw.dry_run.tracker import PLACES, MemoryTracker, Peak
 from longstraw.memory_scopes import CATEGORIES
 
@@ -23,6 +24,20 @@ def describe_memory(tracker: MemoryTracker) -> dict:
         "peak_bytes": {place: peak.bytes for place, peak in largest.items()},
         "categories": {place: peak.categories for place, peak in largest.items()},
         "phases": phases,
+    }
+
+
+def describe_collectives(counter: OperationCounter) -> dict:
+    """`collectives` of all phases together."""
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for counts in counter.read().values():
+        for (group, operation), (calls, size) in counts.collectives.items():
+            entry = found.setdefault(group, {}).setdefault(operation, {"calls": 0, "bytes": 0})
+            entry["calls"] += calls
+            entry["bytes"] += size
+    return {
+        group: {name: {key: round(value) for key, value in entry.items()} for name, entry in operations.items()}
+        for group, operations in sorted(found.items())
     }
 
 

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch.distributed._meta_registrations import create_fakework
 
-from longstraw.dry_run.forms import SHARED, Form, Forms, UnknownValue
+from longstraw.dry_run.forms import SHARED, Form, Forms, UnknownValue, signature
 from longstraw.dry_run.tracker import MemoryTracker
 
 ORDINARY = 1e-6
@@ -38,6 +38,12 @@ _WORK_ALONE = {"alltoall_base_", "reduce_", "gather_", "barrier", "send", "recv_
 """Collectives that return a handle to wait for and nothing else."""
 FORBIDDEN = {_aten._safe_softmax.default}
 """What no run at length would do: torch's attention by matrix products comes to its softmax of all scores."""
+
+WORKSPACES = {
+    # sums of dQ and of dO O, in float32
+    _aten._scaled_dot_product_flash_attention_backward.default: lambda args: 4 * args[1].numel() + 8 * args[1][..., 0].numel(),
+}
+"""Bytes that a kernel needs while it runs beside its results, by operation."""
 
 _NORESERVE = 0x4000  # MAP_NORESERVE, which the mmap module does not name
 _SPACE = 2**45
@@ -87,9 +93,12 @@ class ShapesOnly(MemoryTracker):
             return func(*args, **kwargs)
         if kind == "makes":
             return self._make(func, args, kwargs)
-        unreal = not all(map(self.holds_numbers, _tensors_of(args))) or (
-            bool(kwargs) and not all(map(self.holds_numbers, _tensors_of(kwargs.values())))
-        )
+        if kind == "exchange" and self.counter is not None:
+            self.counter.see_exchange(func, args)
+        unreal, host = self._look_at(args)
+        if kwargs:
+            more = self._look_at(kwargs.values())
+            unreal, host = unreal or more[0], host + more[1]
         if not unreal:
             return func(*args, **kwargs)
         if kind == "read":
@@ -101,25 +110,44 @@ class ShapesOnly(MemoryTracker):
             raise UnknownValue(f"the step reaches {func}, which no run at length would: it is not costed")
         if kind == "masked":
             args = self._without_masks(args)
-        return self._give(func, way, args, kwargs)
+        key = signature(func, args, kwargs)
+        results = self._give(key, func, way, args, kwargs)
+        if self.counter is not None:
+            self.counter.see(key, func, args, results, on_host=host)
+        if func in WORKSPACES:
+            self.hold_for_a_moment(WORKSPACES[func](args))
+        return results
+
+    def _look_at(self, arguments) -> tuple[bool, list[bool]]:
+        """Whether some tensor has no numbers; for each tensor, whether it lies on the host."""
+        unreal, host = False, []
+        for tensor in _tensors_of(arguments):
+            held = self._held.get(tensor.untyped_storage()._cdata)
+            if held is None:
+                host.append(False)
+                continue
+            host.append(held.place == "host")
+            if not held.real:
+                unreal = True
+        return unreal, host
 
     def _make(self, func, args, kwargs):
-        form = self.forms.find(func, args, kwargs)
+        form = self.forms.find(signature(func, args, kwargs), func, args, kwargs)
         if isinstance(form, Form) and not func._schema.name.startswith("aten::empty"):
             if form.elements * form.dtype.itemsize <= MAKES_NUMBERS:
                 return func(*args, **kwargs)
         return self._map_forms(form)
 
-    def _give(self, func, way: "_Way", args, kwargs):
+    def _give(self, key: tuple, func, way: "_Way", args, kwargs):
         """Results of an operation that is not run: what it writes into, or new tensors without numbers."""
         if not way.writes:
-            forms = self.forms.find(func, args, kwargs)
+            forms = self.forms.find(key, func, args, kwargs)
             return func(*args, **kwargs) if forms is SHARED else self._map_forms(forms)
         written = self._write(way, args, kwargs)
         if not way.returns:
             return None
         if None in way.returns:
-            forms = self.forms.find(func, args, kwargs)
+            forms = self.forms.find(key, func, args, kwargs)
             forms = forms if isinstance(forms, list) else [forms]
         else:
             forms = way.returns

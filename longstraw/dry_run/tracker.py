@@ -13,12 +13,14 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from longstraw.memory_scopes import Place, current_category, current_place
+from longstraw.dry_run.counter import OperationCounter
+from longstraw.memory_scopes import Place, current_scope
 
 PLACES: tuple[Place, ...] = ("device", "host")
 
@@ -47,12 +49,13 @@ class MemoryTracker(TorchDispatchMode):
     """`with MemoryTracker() as tracker:`; then `tracker.phases[name][place]` is that phase's Peak.
 
     Phases follow one another; one inside another interrupts it. `live` is {place: {category: bytes}} as it stands when the
-    last phase ended.
+    last phase ended. counter: is told of collectives; under `ShapesOnly` of all operations.
     """
 
     def __init__(self):
         super().__init__()
         self.phases: dict[str, dict[Place, Peak]] = {}
+        self.counter: OperationCounter | None = None
         self._held: dict[int, Held] = {}
         self._events: list[tuple[Held, int]] = []
         self._start: dict[Place, dict[str, int]] = {place: {} for place in PLACES}
@@ -108,6 +111,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def perform(self, func, args: tuple, kwargs: dict):
         """The operation's results; `ShapesOnly` has another way."""
+        if func.namespace == "c10d" and self.counter is not None:
+            self.counter.see_exchange(func, args)
         return func(*args, **kwargs)
 
     def see(self, tree) -> None:
@@ -118,7 +123,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def hold_for_a_moment(self, size: int) -> None:
         """Count bytes that a kernel needs while it runs, beside its results."""
-        held = Held(size, current_category() or self._default, "device")
+        held = Held(size, current_scope()[0] or self._default, "device")
         self._events += [(held, size), (held, -size)]
 
     def _see(self, tensor: torch.Tensor) -> None:
@@ -134,14 +139,14 @@ class MemoryTracker(TorchDispatchMode):
         self, storage: torch.UntypedStorage, category: str | None = None, place: Place | None = None, *, real: bool = True
     ) -> Held:
         """Count a storage from now on until it is freed; by default as the scopes around it say."""
-        key = storage._cdata
-        held = Held(storage.nbytes(), category or current_category() or self._default, place or current_place(), real)
-        held.reference = weakref.ref(storage, lambda _: self._free(key))
+        key, scope = storage._cdata, current_scope()
+        held = Held(storage.nbytes(), category or scope[0] or self._default, place or scope[1], real)
+        held.reference = weakref.ref(storage, partial(self._free, key))
         self._held[key] = held
         self._events.append((held, held.size))
         return held
 
-    def _free(self, key: int) -> None:
+    def _free(self, key: int, _reference: weakref.ref) -> None:
         held = self._held.pop(key)
         self._events.append((held, -held.size))
 

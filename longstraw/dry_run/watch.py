@@ -7,6 +7,7 @@ replay) and `prompt_reverse`; the trainer's are its own.
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from longstraw.dry_run.counter import OperationCounter
 from longstraw.dry_run.shapes_only import ShapesOnly
 from longstraw.dry_run.tracker import MemoryTracker
 
@@ -15,13 +16,18 @@ BLOCK_PHASES = {"capture", "score", "decode", "responses", "prompt_reverse"}
 
 
 class Watch:
-    """A tracker, and optionally a counter of operations, told of the same phases.
+    """A tracker, and its counter of operations if it has one, told of the same phases.
 
     A tracker of shapes may not be asked for an unknown integer within a block.
     """
 
-    def __init__(self, tracker: MemoryTracker, counter=None):
-        self.tracker, self.counter = tracker, counter
+    def __init__(self, tracker: MemoryTracker):
+        self.tracker = tracker
+
+    @property
+    def counter(self) -> OperationCounter | None:
+        """The tracker's."""
+        return self.tracker.counter
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

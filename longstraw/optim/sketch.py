@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from longstraw.attention import device_kind
 from longstraw.attention.wide_heads import matmul_wide
 from longstraw.memory_scopes import memory_scope
 from longstraw.optim.projection import PackedColumns, Projection, pack_columns, project_columns, unscaled_columns
@@ -259,7 +260,7 @@ def add_to_sketch(
 
 def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b in float32 or wider; 16-bit operands on a CUDA device stay 16-bit, with float32 sums."""
-    if a.is_cuda and a.dtype in HALF_TYPES:
+    if device_kind.computes_on_cuda(a) and a.dtype in HALF_TYPES:
         return matmul_wide(a[None], b[None])[0]
     wide = torch.promote_types(a.dtype, torch.float32)
     return a.to(wide) @ b.to(wide)
@@ -272,7 +273,7 @@ def multiply_transposed(narrow: torch.Tensor, wide: torch.Tensor, *, in_halves: 
     an ordinary cast loses 2^-9); None does so on CUDA devices, which multiply those many times faster.
     """
     if in_halves is None:
-        in_halves = narrow.is_cuda
+        in_halves = device_kind.computes_on_cuda(narrow)
     if narrow.dtype != torch.bfloat16 or not in_halves:
         return narrow.t().to(wide.dtype) @ wide
     high = wide.to(torch.bfloat16)

@@ -12,7 +12,7 @@ import torch
 
 from longstraw.memory_scopes import memory_scope, state_category
 from longstraw.prompt_state.ledger import LedgerEntry, storage_bytes
-from longstraw.prompt_state.residency import empty_resident
+from longstraw.prompt_state.residency import bring, empty_resident
 
 KeptResidency = Literal["none", "host", "device"]
 
@@ -38,7 +38,7 @@ class KeptOutputs:
     def take(self, block: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A block's kept output and log-sum-exp on `device`, forgotten here; None where nothing was kept."""
         held = self._blocks.pop(block, None)
-        return None if held is None else (held[0].to(device), held[1].to(device))
+        return None if held is None else tuple(bring(t, self.residency, device) for t in held)
 
     def ledger_entries(self) -> list[LedgerEntry]:
         """One entry for all kept blocks."""

@@ -18,7 +18,7 @@ from longstraw.memory_scopes import memory_scope, state_category
 from longstraw.prompt_state.kept import KeptResidency
 from longstraw.prompt_state.ledger import LedgerEntry, storage_bytes
 from longstraw.prompt_state.pages import ArenaView
-from longstraw.prompt_state.residency import empty_resident
+from longstraw.prompt_state.residency import bring, empty_resident
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class KeptSelections:
     def take(self, block: int, device: torch.device) -> Selection | None:
         """A block's selection on `device`, forgotten here; None where none was kept."""
         held = self._blocks.pop(block, None)
-        return None if held is None else held.map(lambda rows: rows.to(device))
+        return None if held is None else held.map(lambda rows: bring(rows, self.residency, device))
 
     def ledger_entries(self) -> list[LedgerEntry]:
         """One entry for all kept blocks; its rows are the queries that selected."""

@@ -20,7 +20,7 @@ import torch
 
 from longstraw.memory_scopes import memory_scope, state_category
 from longstraw.prompt_state.ledger import LedgerEntry, storage_bytes
-from longstraw.prompt_state.residency import Residency, Staging, empty_resident, zeros_resident
+from longstraw.prompt_state.residency import Residency, Staging, bring, empty_resident, take_home, zeros_resident
 
 PageKind = Literal["kv", "latent", "index"]
 
@@ -109,7 +109,7 @@ class PageArena:
     def add_adjoint(self, start: int, *grads: torch.Tensor) -> None:
         """Add gradients [B, G, n, D], one of each tensor, to the adjoints of the rows [start, start + n)."""
         for adjoint, grad in zip(self.adjoints, grads, strict=True):
-            adjoint[:, :, start : start + grad.shape[2]] += grad.to(adjoint.device)
+            adjoint[:, :, start : start + grad.shape[2]] += take_home(grad, self.adjoint_residency, adjoint.device)
 
     @contextmanager
     def adding(self, rows: int, device: torch.device) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -130,7 +130,7 @@ class PageArena:
 
     def adjoint(self, start: int, end: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """The accumulated adjoints of rows [start, end), each [B, G, end - start, D], on `device`."""
-        return tuple(t[:, :, start:end].to(device) for t in self.adjoints)
+        return tuple(bring(t[:, :, start:end], self.adjoint_residency, device) for t in self.adjoints)
 
     def select_batch(self, index: torch.Tensor) -> None:
         """Keep the given members of the batch, in that order (finished responses leave a decoding batch)."""

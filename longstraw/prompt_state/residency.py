@@ -29,6 +29,27 @@ def zeros_resident(shape: tuple[int, ...], dtype: torch.dtype, residency: Reside
     return empty_resident(shape, dtype, residency, device).zero_()
 
 
+def bring(tensor: torch.Tensor, residency: Residency, device: torch.device) -> torch.Tensor:
+    """State that lives at `residency`, on the compute device: the tensor itself where it lives there, else a copy."""
+    if residency == "device":
+        return tensor
+    with memory_scope("staging", "device"):
+        return copy_across(tensor, device)
+
+
+def take_home(tensor: torch.Tensor, residency: Residency, home: torch.device) -> torch.Tensor:
+    """A tensor of the compute device where state of that residency lives, on device `home`."""
+    if residency == "device":
+        return tensor
+    with memory_scope("staging", "host"):
+        return copy_across(tensor, home)
+
+
+def copy_across(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the other side; without a CUDA device both sides are the same memory, and it is the tensor itself."""
+    return tensor.to(device)
+
+
 @dataclass(frozen=True)
 class _Copy:
     layer: int
@@ -73,7 +94,8 @@ class Staging:
     @memory_scope("staging", "device")
     def _copy(self, sources: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         if self._stream is None:
-            return tuple(t.clone() for t in sources)
+            copies = tuple(copy_across(t, self.device) for t in sources)
+            return tuple(c.clone() if c is t else c for c, t in zip(copies, sources))
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             copies = tuple(t.to(self.device, non_blocking=True) for t in sources)

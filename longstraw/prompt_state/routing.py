@@ -10,7 +10,7 @@ import torch
 
 from longstraw.memory_scopes import memory_scope, state_category
 from longstraw.prompt_state.ledger import LedgerEntry, storage_bytes
-from longstraw.prompt_state.residency import Residency, empty_resident
+from longstraw.prompt_state.residency import Residency, bring, empty_resident
 
 
 class RoutingRecord:
@@ -30,7 +30,7 @@ class RoutingRecord:
     def read(self, block: int, device: torch.device) -> torch.Tensor | None:
         """A block's experts [T, K] as int64 on `device`; None where the block has not run before."""
         held = self._blocks.get(block)
-        return None if held is None else held.to(device).long()
+        return None if held is None else bring(held, self.residency, device).long()
 
     def drop(self, block: int) -> None:
         """Forget a block, if it is there."""

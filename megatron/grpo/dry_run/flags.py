@@ -80,7 +80,7 @@ def parse_dry_run(argv: Sequence[str], description: str = "") -> DryRun:
     elsewhere = own.rollout_elsewhere or config.rollouts.rollout_engine != "resident" or bool(config.rollouts.rollouts_from)
     settings = RunSettings(
         ranks=ranks, rank=rank, lengths=Lengths(prompt=prompt, response=response), every_block=own.every_block,
-        decodes=not elsewhere,
+        decodes=not elsewhere, gpu=own.machine == "gpu",
     )
     return DryRun(
         args=args, config=config, settings=settings, argv=tuple(flags), json=own.json, measure=own.measure

@@ -195,5 +195,6 @@ def build_trainer(parts: StepParts, lengths: Lengths, watch: Watch, *, prompts: 
         rollouts=RandomRollouts(step, config, lengths, watch, prompts=prompts, decodes=decodes),
         scorer=NoRewards(groups.tp_cp), sampler=sampler, eval_prompts=[],
         order=PromptOrder(1, seed=1, shuffle=False, fingerprint=""), recorder=PhaseRecorder(watch),
-        stop=StopSignal(current_device(), signals=()), save=lambda number: None, baseline=RewardBaseline(),
+        stop=StopSignal(current_device(), signals=()), save=lambda number: None,
+        describe_step=lambda number, metrics, trainer: None, baseline=RewardBaseline(),
     )

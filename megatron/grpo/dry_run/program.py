@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from longstraw.dry_run.report import describe_memory, tabulate_memory
+from longstraw.dry_run.report import describe_collectives, describe_memory, tabulate_memory
 from longstraw.dry_run.watch import Watch
 from longstraw.durable_files import write_whole
 from longstraw.receipts.console import format_seconds
@@ -44,6 +44,7 @@ def describe(dry: DryRun, watch: Watch) -> dict:
         "group_size": dry.config.objective.group_size, "ranks": dry.settings.ranks, "rank": dry.settings.rank,
         "topology": {"tensor": tp, "context": cp, "expert": ep, "data": dry.settings.ranks // (tp * cp)},
         "flags": list(dry.argv), "every_block": dry.settings.every_block,
+        "collectives": describe_collectives(watch.counter),
     } | describe_memory(watch.tracker)
 
 

@@ -2,30 +2,45 @@
 
 from argparse import Namespace
 from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import common, gdn
+
+from longstraw.dry_run.counter import GroupSpan, OperationCounter
 from longstraw.dry_run.fake_world import fake_world
+from longstraw.dry_run.fused_ops import fused_delta_rule, fused_l2norm
+from longstraw.dry_run.kernels import gpu_kernels
 from longstraw.dry_run.shapes_only import ShapesOnly
 from longstraw.dry_run.tracker import MemoryTracker
 from longstraw.dry_run.watch import Watch
 from longstraw.patches.device import install_cpu_device_layer
 from longstraw.patches.gloo_device import share_gloo_device
 from longstraw.patches.process_groups import initialize_groups, seed_model_parallel
+from megatron.grpo import model_setup
 from megatron.grpo.dry_run.parts import Lengths, build_parts, build_trainer, claim_state
 from megatron.grpo.initialize import join_world
 from megatron.grpo.run_config import TrainConfig
+
+RANKS_OF_A_NODE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """How a step is run.
 
-    ranks, rank: the world, and whose step. every_block: leave no block out. decodes: the responses are sampled by this program.
+    ranks, rank: the world, and whose step. gpu: with a GPU's kernels (a step that is measured has its machine's own).
+    every_block: leave no block out. decodes: the responses are sampled by this program.
     """
 
     ranks: int
     rank: int
     lengths: Lengths
+    gpu: bool = True
     every_block: bool = False
     decodes: bool = True
 
@@ -33,9 +48,14 @@ class RunSettings:
 def run_fake_step(args: Namespace, config: TrainConfig, settings: RunSettings) -> Watch:
     """The step on fake tensors. Raises ValueError where this process has joined a world already, and UnknownValue where the
     step asks for a number that only data has."""
-    args.perform_initialization = False
-    with fake_world(ranks=settings.ranks, rank=settings.rank):
-        return _run_step(args, config, settings, ShapesOnly())
+    args.perform_initialization, tracker = False, ShapesOnly()
+    with ExitStack() as stack:
+        stack.enter_context(fake_world(ranks=settings.ranks, rank=settings.rank))
+        if settings.gpu:
+            install_cpu_device_layer()
+            stack.enter_context(gpu_kernels(tracker))
+            stack.enter_context(gpu_model(tracker))
+        return _run_step(args, config, settings, tracker)
 
 
 def run_real_step(args: Namespace, config: TrainConfig, settings: RunSettings) -> Watch:
@@ -46,12 +66,42 @@ def run_real_step(args: Namespace, config: TrainConfig, settings: RunSettings) -
     return _run_step(args, config, settings, MemoryTracker())
 
 
+@contextmanager
+def gpu_model(tracker: MemoryTracker) -> Iterator[None]:
+    """A block in which models are built as for a GPU: with flash-linear-attention's kernels."""
+    delta_rule = fused_delta_rule(tracker.hold_for_a_moment)
+    with ExitStack() as stack:
+        for target, name, stand_in in (
+            (model_setup, "cuda_available", lambda: True), (common, "l2norm", fused_l2norm),
+            (common, "chunk_gated_delta_rule", delta_rule), (gdn, "chunk_gated_delta_rule", delta_rule),
+        ):
+            stack.enter_context(mock.patch.object(target, name, stand_in))
+        yield
+
+
+def name_groups(groups: ProcessGroupCollection) -> Callable[[object], tuple[str, GroupSpan]]:
+    """A process group -> what it is called (tp, cp, ep and so on, the first where several have the same ranks), its span."""
+    names: dict[tuple, str] = {}
+    for name in ("tp", "cp", "ep", "dp", "dp_cp", "tp_cp", "expt_dp", "expt_tp", "tp_ep", "mp"):
+        group = getattr(groups, name, None)
+        if group is not None:
+            names.setdefault(tuple(dist.get_process_group_ranks(group)), name)
+
+    def name_of(group) -> tuple[str, GroupSpan]:
+        ranks = tuple(range(dist.get_world_size())) if group is None else tuple(dist.get_process_group_ranks(group))
+        name = names.get(ranks, "world" if len(ranks) == dist.get_world_size() else f"{len(ranks)} ranks")
+        return name, GroupSpan(len(ranks), len({rank // RANKS_OF_A_NODE for rank in ranks}))
+
+    return name_of
+
+
 def _run_step(args: Namespace, config: TrainConfig, settings: RunSettings, tracker: MemoryTracker) -> Watch:
     groups = initialize_groups(
         tensor_parallel=args.tensor_model_parallel_size, context_parallel=args.context_parallel_size,
         expert_parallel=args.expert_model_parallel_size,
     )
     seed_model_parallel(args.seed)
+    tracker.counter = OperationCounter(name_groups(groups))
     watch = Watch(tracker)
     share = -(-config.data.prompts_per_step // groups.dp.size())
     with watch.tracker:

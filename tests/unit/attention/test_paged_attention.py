@@ -101,6 +101,17 @@ def test_sub_blocks_of_rows(rows_at_once, kept):
     check(open_pages((6, 4)), 11, batch=2, rows_at_once=rows_at_once, kept=kept)
 
 
+@pytest.mark.parametrize("keys_at_once", [1, 4, 9])
+@pytest.mark.parametrize("residency", ["device", "host"])
+def test_pages_a_piece_at_a_time(keys_at_once, residency, monkeypatch):
+    """As on CUDA, where one call takes so many keys."""
+    def cut(q, keys):
+        return [slice(a, min(a + keys_at_once, keys)) for a in range(0, keys, keys_at_once)]
+
+    monkeypatch.setattr(paged, "cut_keys", cut)
+    check(open_pages((9, 5), residency=residency, spare=2), 7, batch=2, rows_at_once=3)
+
+
 @pytest.mark.parametrize("batch", [2, 3])
 def test_a_batch_shares_pages_of_batch_one(batch):
     """The shared pages' adjoints are the sum over the batch."""

@@ -1,0 +1,266 @@
+"""Operations, memory traffic and exchanges of each phase, counted as a step runs.
+
+Operations are floating-point operations of matrix products, attention and the delta rule, by kind: `matmul_16` (operands of 16
+bits), `matmul_32`, `attention`, `delta_rule`. Traffic is what each operation reads and writes, as if nothing stayed in a cache;
+an operation that only gives a view counts nothing. The least traffic is that of operations with products alone: the others
+could be fused into them. `copies` are bytes between device and host, `host_traffic` what operations on host tensors move there.
+
+An operation takes the longest of its operations, its traffic and a launch, on each machine of the hardware table; the time
+goes to the row that it is longest in.
+
+Collectives count by group, operation and phase: calls, and the bytes of the rank's larger buffer (what is gathered, or what is
+reduced, scattered or exchanged).
+
+What ran once and stands for n pieces counts n times (`standing_for`).
+
+B batch, H query heads, G key heads, S queries, N keys, D head dim, T tokens, K key dim, V value dim.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed._tools.fake_collectives import CollectiveOp
+from torch.utils.flop_counter import flop_registry
+
+from longstraw.dry_run.fused_ops import CHUNK
+from longstraw.dry_run.hardware import HARDWARE, Hardware
+
+_aten, _c10d = torch.ops.aten, torch.ops.c10d
+_fused = torch.ops.longstraw_dry
+
+
+@dataclass
+class PhaseCounts:
+    """One phase's. tally: how often each cost was met, and where (on the device, on the host, copying between them); the rest but
+    `copies` follows from it when the phase is read. operations, by kind; traffic, kernels and copies in total; seconds:
+    machine -> row -> of the estimate; collectives: (group, operation) -> [calls, bytes]."""
+
+    tally: dict[tuple[tuple, str], float] = field(default_factory=lambda: defaultdict(float))
+    operations: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    traffic: float = 0.0
+    least_traffic: float = 0.0
+    host_traffic: float = 0.0
+    kernels: float = 0.0
+    copies: float = 0.0
+    seconds: dict[str, dict[str, float]] = field(
+        default_factory=lambda: {name: defaultdict(float) for name in HARDWARE}
+    )
+    collectives: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one operation: what it reads and writes, and its floating-point operations of a kind, if any."""
+
+    moved: int
+    kind: str | None
+    operations: float
+
+    def add_to(self, counts: PhaseCounts, where: str, times: float) -> None:
+        """Count it so many times."""
+        if where == "copy":
+            counts.copies += times * self.moved / 2  # each byte is read on one side and written on the other
+            return
+        if where == "host":
+            counts.host_traffic += times * self.moved
+            return
+        counts.kernels += times
+        counts.traffic += times * self.moved
+        if self.kind:
+            counts.operations[self.kind] += times * self.operations
+            counts.least_traffic += times * self.moved
+        for name, rates in _RATES.items():
+            busy = self.operations / rates[self.kind] if self.kind else 0.0
+            streaming = self.moved / rates["memory"]
+            if max(busy, streaming) <= rates["launch"]:
+                row, seconds = "launches", rates["launch"]
+            elif busy < streaming:
+                row, seconds = "memory", streaming
+            else:
+                row, seconds = "matmul" if self.kind.startswith("matmul") else self.kind, busy
+            counts.seconds[name][row] += times * seconds
+
+
+def find_cost(func, args: tuple, result) -> Cost | None:
+    """That of an operation with these arguments and results; None where it moves nothing."""
+    if not _makes_something(func):
+        return None
+    moved = _bytes(args)
+    if func not in _OVERWRITE:
+        moved += _bytes(result if isinstance(result, (list, tuple)) else (result,))
+    kind, operations = RULES[func](args, result) if func in RULES else (None, 0.0)
+    return Cost(moved, kind, operations)
+
+
+@dataclass(frozen=True)
+class GroupSpan:
+    """How many ranks a group has, and on how many nodes."""
+
+    size: int
+    nodes: int
+
+
+class OperationCounter:
+    """name_group: a process group -> its name in the report and its span."""
+
+    def __init__(self, name_group: Callable[[object], tuple[str, GroupSpan]]):
+        self.phases: dict[str, PhaseCounts] = {}
+        self.spans: dict[str, GroupSpan] = {}
+        self.name_group = name_group
+        self._costs: dict[tuple, Cost | None] = {}
+        self._times, self._phase = 1.0, "outside"
+        self._counts = self.phases.setdefault(self._phase, PhaseCounts())
+
+    def read(self) -> dict[str, PhaseCounts]:
+        """The phases, with all that follows from what was met."""
+        for counts in self.phases.values():
+            tally, counts.tally = counts.tally, defaultdict(float)
+            for (key, where), times in tally.items():
+                if (cost := self._costs[key]) is not None:
+                    cost.add_to(counts, where, times)
+        return self.phases
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A stretch of the work; one inside another interrupts it."""
+        before = self._counts
+        self._counts = self.phases.setdefault(name, PhaseCounts())
+        try:
+            yield
+        finally:
+            self._counts = before
+
+    @contextmanager
+    def standing_for(self, pieces: float) -> Iterator[None]:
+        """What runs inside counts so many times."""
+        before, self._times = self._times, self._times * pieces
+        try:
+            yield
+        finally:
+            self._times = before
+
+    def see(self, key: tuple, func, args: tuple, result, *, on_host: list[bool]) -> None:
+        """Count one operation. key: what decides its cost. on_host: whether each of its tensors lies on the host."""
+        if True not in on_host:
+            entry = key, "device"
+        elif func is _aten.copy_.default and on_host[0] != on_host[-1]:
+            entry = key, "copy"
+        else:
+            entry = key, "host"
+        if key not in self._costs:
+            self._costs[key] = find_cost(func, args, result)
+        self._counts.tally[entry] += self._times
+
+    def see_copy(self, size: int) -> None:
+        """Count bytes between device and host."""
+        self._counts.copies += self._times * size
+
+    def see_exchange(self, func, args) -> None:
+        """Count one collective."""
+        name = func._schema.name.partition("::")[2].strip("_")
+        if name in ("barrier", "monitored_barrier"):
+            return
+        group = CollectiveOp.get_process_group(func, args) if func in _WITH_GROUP else None
+        label, span = self.name_group(group)
+        self.spans[label] = span
+        entry = self._counts.collectives[label, _NAMES.get(name, name)]
+        entry[0] += self._times
+        entry[1] += self._times * max((_bytes((item,)) for item in args if isinstance(item, (torch.Tensor, list))), default=0)
+
+
+def _rates(hardware: Hardware) -> dict[str, float]:
+    """What a machine gets of each kind of work a second, and the seconds of a launch."""
+    part = hardware.efficiencies
+    return {
+        "matmul_16": hardware.flops_16 * part.matmul, "matmul_32": hardware.flops_32 * part.matmul,
+        "attention": hardware.flops_16 * part.attention, "delta_rule": hardware.flops_16 * part.delta_rule,
+        "memory": hardware.memory_bandwidth * part.memory, "launch": hardware.launch,
+    }
+
+
+_RATES = {name: _rates(hardware) for name, hardware in HARDWARE.items()}
+
+_OVERWRITE = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor}
+"""They do not read what they write to."""
+
+_WITH_GROUP = CollectiveOp.PG_ARG_1 | CollectiveOp.PG_ARG_2
+_NAMES = {
+    "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce", "allgather_base": "all_gather", "allgather": "all_gather",
+    "reduce_scatter_base": "reduce_scatter", "alltoall_base": "all_to_all", "alltoall": "all_to_all",
+    "allgather_into_tensor_coalesced": "all_gather", "reduce_scatter_tensor_coalesced": "reduce_scatter",
+}
+
+
+def _makes_something(func) -> bool:
+    """Whether an operation reads and writes memory: it is no view of its arguments."""
+    if torch.Tag.inplace_view in func.tags or func._schema.name in ("aten::_unsafe_view", "aten::lift_fresh"):
+        return False
+    returns = func._schema.returns
+    return not returns or not all(item.alias_info is not None and not item.alias_info.is_write for item in returns)
+
+
+def _bytes(tree) -> int:
+    total = 0
+    for leaf in tree:
+        if isinstance(leaf, torch.Tensor):
+            total += leaf.numel() * leaf.element_size()
+        elif isinstance(leaf, (list, tuple)):
+            total += _bytes(leaf)
+    return total
+
+
+def _product(packet, arguments: int):
+    """A matrix product, by torch's own rule. arguments: how many of them it reads."""
+    formula = flop_registry[packet]
+
+    def rule(args, result):
+        narrow = args[1].element_size() <= 2  # of addmm and convolution too this is a factor
+        return ("matmul_16" if narrow else "matmul_32"), formula(*args[:arguments], out_val=result)
+
+    return rule
+
+
+def _attention(products: int, queries: int, keys: int, causal: int):
+    """Attention of so many products of [S, D] and [D, N]; queries, keys, causal: places of these arguments."""
+
+    def rule(args, result):
+        batch, heads, rows, width = args[queries].shape
+        half = 0.5 if len(args) > causal and args[causal] else 1.0
+        return "attention", 2.0 * products * half * batch * heads * rows * args[keys].shape[2] * width
+
+    return rule
+
+
+def _delta_rule(passes: float):
+    """The chunked delta rule: within a chunk of C tokens four products of [C, C] with [C, K or V] and the system's inverse,
+    between chunks three of [C, K] with [K, V]."""
+
+    def rule(args, result):
+        k, v = (args[1], args[2]) if passes == 1.0 else (args[3], args[4])
+        tokens = k.shape[0] * k.shape[1] * k.shape[2]
+        width_k, width_v = k.shape[3], v.shape[3]
+        within = 2.0 * CHUNK * (3 * width_k + 2 * width_v) + 2.0 * CHUNK**2 / 3
+        return "delta_rule", passes * tokens * (within + 6.0 * width_k * width_v)
+
+    return rule
+
+
+RULES: dict = {
+    overload: _product(packet, arguments)
+    for packet, arguments in ((_aten.mm, 2), (_aten.addmm, 3), (_aten.bmm, 2), (_aten.baddbmm, 3))
+    for overload in (getattr(packet, name) for name in packet.overloads())
+} | {
+    _aten.convolution.default: _product(_aten.convolution, 9),
+    _aten._scaled_dot_product_flash_attention.default: _attention(2, 0, 1, 4),
+    _aten._scaled_dot_product_flash_attention_backward.default: _attention(5, 1, 2, 11),
+    _aten._scaled_dot_product_efficient_attention.default: _attention(2, 0, 1, 6),
+    _aten._scaled_dot_product_efficient_attention_backward.default: _attention(5, 1, 2, 11),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention(2, 0, 1, 4),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention(5, 1, 2, 7),
+    _fused.delta_rule_fwd.default: _delta_rule(1.0),
+    _fused.delta_rule_bwd.default: _delta_rule(2.5),
+}
+"""Operation -> (kind, floating-point operations) of its arguments and results."""

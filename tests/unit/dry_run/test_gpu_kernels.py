@@ -1,0 +1,101 @@
+"""A GPU's ways on shapes alone: which operations are reached, and what is refused."""
+
+import pytest
+import torch
+
+from longstraw.attention import delta_rule, kernels, paged
+from longstraw.attention.geometry import AttentionGeometry
+from longstraw.attention.layout import BlockLayout
+from longstraw.attention.wide_heads import matmul_wide
+from longstraw.dry_run.counter import GroupSpan, OperationCounter
+from longstraw.dry_run.forms import UnknownValue
+from longstraw.dry_run.kernels import gpu_kernels
+from longstraw.dry_run.shapes_only import ShapesOnly
+from longstraw.prompt_state.pages import PageArena, PageView
+from longstraw.prompt_state.residency import Staging
+
+HEADS, GROUPS, DIM = 24, 4, 256
+
+
+@pytest.fixture
+def tracker():
+    with ShapesOnly() as tracker, gpu_kernels(tracker):
+        tracker.counter = OperationCounter(lambda group: ("all", GroupSpan(1, 1)))
+        yield tracker
+
+
+def unknown(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def attend_to(rows: int, *, residency: str = "device", grad: bool = True):
+    """A block of 512 tokens after so many rows of pages, forward and backward."""
+    arena = PageArena(
+        segment="prompt", layer_number=1, owner=0, capacity=rows, residency=residency, adjoint_residency=residency,
+        staging=Staging(torch.device("cpu")),
+    )
+    arena.append(*(unknown(1, GROUPS, rows, DIM) for _ in "kv"))
+    arena.open_adjoints(torch.device("cpu"))
+    geometry = AttentionGeometry(BlockLayout(rows, 512), DIM**-0.5, 4096, (PageView(arena, (rows,)),))
+    q, k, v = unknown(1, HEADS, 512, DIM), unknown(1, GROUPS, 512, DIM), unknown(1, GROUPS, 512, DIM)
+    out = paged.paged_attention(*(t.requires_grad_() for t in (q, k, v)), geometry)
+    if grad:
+        out.backward(torch.empty_like(out))
+    return arena
+
+
+def test_attention_costs_what_its_products_cost(tracker):
+    with tracker.phase("work", "chunk_graph"), tracker.counter.phase("work"):
+        attend_to(100_000)
+    pairs = 512 * 100_000 + 512 * 512 / 2
+    assert tracker.counter.read()["work"].operations["attention"] == (4 + 10) * HEADS * DIM * pairs
+
+
+def test_expanded_keys_are_bounded(tracker):
+    """What the kernels copy for each query head grows with the keys of one call, not with the pages."""
+    beyond = []
+    for rows in (4 * kernels.KEYS_AT_ONCE, 16 * kernels.KEYS_AT_ONCE):
+        with tracker.phase(f"{rows}", "chunk_graph"):
+            attend_to(rows)
+        beyond.append(tracker.phases[f"{rows}"]["device"].categories["chunk_graph"])
+    one_call = 4 * kernels.KEYS_AT_ONCE * HEADS * DIM * 2  # keys, values and their gradients
+    assert beyond[0] == beyond[1] and one_call < beyond[0] < 1.3 * one_call
+
+
+def test_host_pages_are_staged_and_their_copies_counted(tracker):
+    with tracker.phase("work", "chunk_graph"), tracker.counter.phase("work"):
+        attend_to(10_000, residency="host")
+    page, peaks = 2 * 10_000 * GROUPS * DIM * 2, tracker.phases["work"]
+    assert peaks["device"].categories["staging"] == page and "prompt_state" not in peaks["device"].categories
+    assert peaks["host"].categories["prompt_state"] == page and peaks["host"].categories["adjoints"] == 2 * page
+    assert tracker.counter.read()["work"].copies == 3 * page, "pages out and in, and bfloat16 gradients out"
+
+
+def test_products_of_16_bits_stay_so(tracker):
+    a, b = unknown(1, 64, 128), unknown(1, 128, 32)
+    with tracker.counter.phase("work"):
+        assert matmul_wide(a, b).dtype == torch.float32
+    assert tracker.counter.read()["work"].operations == {"matmul_16": 2 * 64 * 128 * 32}
+
+
+def test_what_a_gpu_would_not_do_is_refused(tracker):
+    q = unknown(1, 2, 4, 8, dtype=torch.float64)
+    with pytest.raises(UnknownValue, match="attention by matrix products"):
+        kernels.attend_fwd(q, q, q, False, 1.0)
+    from longstraw.adapters import gated_delta_net
+
+    arguments = [unknown(1, 70, 2, 4) for _ in range(3)] + [unknown(1, 70, 2) for _ in range(2)] + [unknown(1, 2, 4, 4)]
+    for rule in (gated_delta_net.chunked_delta_rule, gated_delta_net.naive_delta_rule):
+        with pytest.raises(UnknownValue, match="delta rule, which a GPU would not"):
+            rule(*arguments)
+    assert gated_delta_net.chunked_delta_rule is not delta_rule.chunked_delta_rule
+
+
+def test_afterwards_everything_is_as_before():
+    with ShapesOnly() as tracker, gpu_kernels(tracker):
+        pass
+    from longstraw.adapters import gated_delta_net
+
+    assert gated_delta_net.chunked_delta_rule is delta_rule.chunked_delta_rule
+    q = torch.ones(1, 2, 4, 8)
+    assert kernels.attend_fwd(q, q, q, False, 1.0)[0].shape == q.shape and len(kernels.cut_keys(q, 10**9)) == 1
