@@ -84,6 +84,16 @@ class Cost:
             counts.seconds[name][row] += times * seconds
 
 
+def _scan_traffic(args) -> int:
+    """Scores of every head in float32: written, clipped, weighted and summed."""
+    queries, heads = args[1].shape[:2]
+    return 4 * 5 * queries * heads * len(args[3])
+
+
+TRAFFIC = {_fused.scan.default: _scan_traffic}
+"""Bytes that an operation moves beside its arguments and results."""
+
+
 def find_cost(func, args: tuple, result) -> Cost | None:
     """That of an operation with these arguments and results; None where it moves nothing."""
     if not _makes_something(func):
@@ -91,6 +101,7 @@ def find_cost(func, args: tuple, result) -> Cost | None:
     moved = _bytes(args)
     if func not in _OVERWRITE:
         moved += _bytes(result if isinstance(result, (list, tuple)) else (result,))
+    moved += TRAFFIC[func](args) if func in TRAFFIC else 0
     kind, operations = RULES[func](args, result) if func in RULES else (None, 0.0)
     return Cost(moved, kind, operations)
 
@@ -260,6 +271,7 @@ RULES: dict = {
     _aten._scaled_dot_product_efficient_attention_backward.default: _attention(5, 1, 2, 11),
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention(2, 0, 1, 4),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention(5, 1, 2, 7),
+    _fused.scan.default: lambda args, result: ("matmul_16", 2.0 * args[1].numel() * len(args[3])),
     _fused.delta_rule_fwd.default: _delta_rule(1.0),
     _fused.delta_rule_bwd.default: _delta_rule(2.5),
 }

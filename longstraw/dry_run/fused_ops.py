@@ -7,6 +7,7 @@ own code for the CPU. The autograd functions save what the kernels save.
                  inverse of each chunk's triangular system in k's dtype, and the start state; while it runs it needs w and u
                  of each token and the state before each chunk, and in the backward their gradients
     l2norm       flash-linear-attention's: saves x and one number a row
+    scan         a loop over tiles of index keys as one operation: the best of the keys so far and of these
     rms norm     aten's `_fused_rms_norm` of CUDA: saves x, the weight and one number a row
 
 B batch, T tokens, H value heads, K key dim, V value dim.
@@ -46,6 +47,10 @@ _define(
     lambda x: (torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)),
 )
 _define("l2norm_bwd(Tensor dy, Tensor x, Tensor inverse) -> Tensor", lambda dy, x, inverse: torch.empty_like(x))
+_define(
+    "scan(Tensor best, Tensor q, Tensor weights, Tensor keys, int top_k) -> Tensor",
+    lambda best, q, weights, keys, top_k: best.new_empty(best.shape[0], min(top_k, best.shape[1] + keys.shape[0])),
+)
 _define(
     "rms_norm_fwd(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
     lambda x, weight, eps: (torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)),

@@ -8,13 +8,15 @@ none from then on.
 
 Programs read some numbers all the same. What is known is given; where it is not, they get an ordinary answer: true (a check
 passes), or a small positive number (a norm, a loss, a divergence). An unknown integer would decide a shape in a block, and
-raises there; between blocks it counts what is wrong, and is 0 (`counts_faults`).
+raises there, unless somebody has said what to answer (`answers`); between blocks it counts what is wrong, and is 0
+(`counts_faults`).
 
 Collectives do nothing to tensors without numbers; among fake ranks of equal numbers, those of known ones stay as they are.
 """
 
 import functools
 import mmap
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass
 from unittest import mock
@@ -31,7 +33,10 @@ ORDINARY = 1e-6
 MAKES_NUMBERS = 2**22
 """Bytes up to which zeros, ranges and the like hold numbers from the start."""
 
-_aten = torch.ops.aten
+GATHERS_NUMBERS = 2**16
+"""Bytes up to which an empty tensor has memory of its own."""
+
+_aten, _c10d = torch.ops.aten, torch.ops.c10d
 _MASKED = {_aten.index.Tensor, _aten.index_put_.default, _aten._index_put_impl_.default, _aten.index_put.default}
 _WORK_ALONE = {"alltoall_base_", "reduce_", "gather_", "barrier", "send", "recv_", "allreduce_coalesced_",
                "allgather_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"}
@@ -45,18 +50,22 @@ WORKSPACES = {
 }
 """Bytes that a kernel needs while it runs beside its results, by operation."""
 
+_GATHER = _c10d._allgather_base_.default
 _NORESERVE = 0x4000  # MAP_NORESERVE, which the mmap module does not name
 _SPACE = 2**45
 
 
 class ShapesOnly(MemoryTracker):
-    """See the module. counts_faults: whether an unknown integer is a count of faults, 0, rather than an error."""
+    """See the module. counts_faults: whether an unknown integer is a count of faults, 0, rather than an error. answers: to the
+    next questions for unknown integers, in order."""
 
     def __init__(self):
         super().__init__()
         self.forms, self.counts_faults = Forms(), True
+        self.answers: deque[int] = deque()
         self._ways: dict[object, _Way] = {}
         self._space = mmap.mmap(-1, _SPACE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        self._address = torch.frombuffer(self._space, dtype=torch.uint8, count=1).data_ptr()
 
     def __enter__(self):
         self._patches = ExitStack()
@@ -104,6 +113,9 @@ class ShapesOnly(MemoryTracker):
         if kind == "read":
             return self._answer(args[0])
         if kind == "exchange":
+            if func is _GATHER and self.holds_numbers(args[1]) and self._is_private(args[0]):
+                self._held[args[0].untyped_storage()._cdata].real = True
+                return func(*args, **kwargs)
             self._take_numbers(args)  # their schemas do not say what they write into
             return create_fakework(args, return_first_arg=way.name not in _WORK_ALONE)
         if kind == "forbidden":
@@ -133,10 +145,17 @@ class ShapesOnly(MemoryTracker):
 
     def _make(self, func, args, kwargs):
         form = self.forms.find(signature(func, args, kwargs), func, args, kwargs)
-        if isinstance(form, Form) and not func._schema.name.startswith("aten::empty"):
-            if form.elements * form.dtype.itemsize <= MAKES_NUMBERS:
-                return func(*args, **kwargs)
-        return self._map_forms(form)
+        size = form.elements * form.dtype.itemsize if isinstance(form, Form) else MAKES_NUMBERS + 1
+        if func._schema.name.startswith("aten::empty"):
+            if size > GATHERS_NUMBERS:
+                return self._map_forms(form)
+            made = func(*args, **kwargs)  # memory of its own, in which ranks may gather numbers
+            self.count(made.untyped_storage(), real=False)
+            return made
+        return func(*args, **kwargs) if size <= MAKES_NUMBERS else self._map_forms(form)
+
+    def _is_private(self, tensor: torch.Tensor) -> bool:
+        return not 0 <= tensor.untyped_storage().data_ptr() - self._address < _SPACE
 
     def _give(self, key: tuple, func, way: "_Way", args, kwargs):
         """Results of an operation that is not run: what it writes into, or new tensors without numbers."""
@@ -178,6 +197,8 @@ class ShapesOnly(MemoryTracker):
             return True
         if tensor.dtype.is_floating_point:
             return ORDINARY
+        if self.answers:
+            return self.answers.popleft()
         if self.counts_faults:
             return 0
         raise UnknownValue(

@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import common, gdn
 
 from longstraw.dry_run.counter import GroupSpan, OperationCounter
+from longstraw.dry_run.even_choices import even_choices
 from longstraw.dry_run.fake_world import fake_world
 from longstraw.dry_run.fused_ops import fused_delta_rule, fused_l2norm
 from longstraw.dry_run.kernels import gpu_kernels
@@ -51,6 +52,7 @@ def run_fake_step(args: Namespace, config: TrainConfig, settings: RunSettings) -
     args.perform_initialization, tracker = False, ShapesOnly()
     with ExitStack() as stack:
         stack.enter_context(fake_world(ranks=settings.ranks, rank=settings.rank))
+        stack.enter_context(even_choices(tracker))
         if settings.gpu:
             install_cpu_device_layer()
             stack.enter_context(gpu_kernels(tracker))
