@@ -36,7 +36,7 @@ run_part "not ranks and not vllm" -n "$workers" --dist loadfile --no-loadscope-r
 [ "$status" -eq 2 ] || run_part "ranks" -n $((workers < 3 ? workers : 3)) --dist loadfile --no-loadscope-reorder "$@"
 # The real vLLM, in its own environment, which may take minutes to make once. Where it cannot be made, the tests skip
 # themselves and say so.
-timeout --kill-after=15 "${LONGSTRAW_VLLM_SETUP_SECONDS:-900}" "$root/tools/setup_vllm.sh" --cpu \
+timeout --kill-after=15 "${LONGSTRAW_VLLM_SETUP_SECONDS:-1200}" "$root/tools/setup_vllm.sh" --cpu \
     || echo "tests: vLLM's environment could not be made: tests/vllm IS NOT RUN" >&2
 [ "$status" -eq 2 ] || run_part "vllm" -n 0 "$@"
 

@@ -83,7 +83,8 @@ make_environment() {
     pip=("$venv/bin/python" -I -m pip --disable-pip-version-check)
     say "installing vLLM for the ${kind^^}; a first time downloads some 1 GB and takes 4 GB of disk and a few minutes"
     # shellcheck disable=SC2015  # either that fails is a failure
-    "${pip[@]}" install -qq "${constraints[@]}" -r "$requirements/vllm-$kind.txt" \
+    # What is imported is compiled then: most of it never is.
+    "${pip[@]}" install -qq --no-compile "${constraints[@]}" -r "$requirements/vllm-$kind.txt" \
         && "${pip[@]}" uninstall -qq -y "${unwanted[@]}" \
         || fail "pip could not install the packages (its message is above). Run this again to go on from here, or
 delete $venv first to start afresh."
