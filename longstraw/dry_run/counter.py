@@ -3,7 +3,8 @@
 Operations are floating-point operations of matrix products, attention and the delta rule, by kind: `matmul_16` (operands of 16
 bits), `matmul_32`, `attention`, `delta_rule`. Traffic is what each operation reads and writes, as if nothing stayed in a cache;
 an operation that only gives a view counts nothing. The least traffic is that of operations with products alone: the others
-could be fused into them. `copies` are bytes between device and host, `host_traffic` what operations on host tensors move there.
+could be fused into them. `copies_in` and `copies_out` are bytes to the device and to the host, `host_traffic` what operations
+on host tensors move there.
 
 An operation takes the longest of its operations, its traffic and a launch, on each machine of the hardware table; the time
 goes to the row that it is longest in.
@@ -16,7 +17,7 @@ What ran once and stands for n pieces counts n times (`standing_for`).
 B batch, H query heads, G key heads, S queries, N keys, D head dim, T tokens, K key dim, V value dim.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,21 +35,24 @@ _fused = torch.ops.longstraw_dry
 
 @dataclass
 class PhaseCounts:
-    """One phase's. tally: how often each cost was met, and where (on the device, on the host, copying between them); the rest but
-    `copies` follows from it when the phase is read. operations, by kind; traffic, kernels and copies in total; seconds:
-    machine -> row -> of the estimate; collectives: (group, operation) -> [calls, bytes]."""
+    """One phase's. tally: how often each cost was met, and where (on the device, on the host, copying in or out); copied: bytes
+    that were copied beside that; collectives: (group,
+    operation, calls or bytes) -> number. The rest follows when the phase is read:
+    operations, by kind; traffic, kernels and copies in total; seconds: machine -> row -> of the estimate."""
 
-    tally: dict[tuple[tuple, str], float] = field(default_factory=lambda: defaultdict(float))
+    tally: Counter[tuple[tuple, str]] = field(default_factory=Counter)
+    copied: Counter[str] = field(default_factory=Counter)
+    collectives: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     operations: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     traffic: float = 0.0
     least_traffic: float = 0.0
     host_traffic: float = 0.0
     kernels: float = 0.0
-    copies: float = 0.0
+    copies_in: float = 0.0
+    copies_out: float = 0.0
     seconds: dict[str, dict[str, float]] = field(
         default_factory=lambda: {name: defaultdict(float) for name in HARDWARE}
     )
-    collectives: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,8 @@ class Cost:
 
     def add_to(self, counts: PhaseCounts, where: str, times: float) -> None:
         """Count it so many times."""
-        if where == "copy":
-            counts.copies += times * self.moved / 2  # each byte is read on one side and written on the other
+        if where in ("in", "out"):  # each byte is read on one side and written on the other
+            counts.copied[where] += times * self.moved / 2
             return
         if where == "host":
             counts.host_traffic += times * self.moved
@@ -128,11 +132,30 @@ class OperationCounter:
     def read(self) -> dict[str, PhaseCounts]:
         """The phases, with all that follows from what was met."""
         for counts in self.phases.values():
-            tally, counts.tally = counts.tally, defaultdict(float)
+            tally, counts.tally = counts.tally, Counter()
             for (key, where), times in tally.items():
                 if (cost := self._costs[key]) is not None:
                     cost.add_to(counts, where, times)
+            counts.copies_in, counts.copies_out = counts.copied["in"], counts.copied["out"]
         return self.phases
+
+    def note(self) -> tuple[Counter, ...]:
+        """What the present phase has counted up to now, for `since`."""
+        counts = self._counts
+        return Counter(counts.tally), Counter(counts.copied), Counter(counts.collectives)
+
+    def since(self, before: tuple[Counter, ...]) -> tuple[Counter, ...]:
+        """What the present phase has counted since a note."""
+        now = self.note()
+        for counted, earlier in zip(now, before):
+            counted.subtract(earlier)
+        return now
+
+    def count_again(self, work: tuple[Counter, ...]) -> None:
+        """Count a piece of work, from `since`, once more in the present phase."""
+        counts = self._counts
+        for held, counted in zip((counts.tally, counts.copied, counts.collectives), work):
+            held.update(counted)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -158,16 +181,16 @@ class OperationCounter:
         if True not in on_host:
             entry = key, "device"
         elif func is _aten.copy_.default and on_host[0] != on_host[-1]:
-            entry = key, "copy"
+            entry = key, "out" if on_host[0] else "in"
         else:
             entry = key, "host"
         if key not in self._costs:
             self._costs[key] = find_cost(func, args, result)
         self._counts.tally[entry] += self._times
 
-    def see_copy(self, size: int) -> None:
-        """Count bytes between device and host."""
-        self._counts.copies += self._times * size
+    def see_copy(self, size: int, *, out: bool) -> None:
+        """Count bytes to the device, or out of it."""
+        self._counts.copied["out" if out else "in"] += self._times * size
 
     def see_exchange(self, func, args) -> None:
         """Count one collective."""
@@ -177,9 +200,11 @@ class OperationCounter:
         group = CollectiveOp.get_process_group(func, args) if func in _WITH_GROUP else None
         label, span = self.name_group(group)
         self.spans[label] = span
-        entry = self._counts.collectives[label, _NAMES.get(name, name)]
-        entry[0] += self._times
-        entry[1] += self._times * max((_bytes((item,)) for item in args if isinstance(item, (torch.Tensor, list))), default=0)
+        found, operation = self._counts.collectives, _NAMES.get(name, name)
+        found[label, operation, "calls"] += self._times
+        found[label, operation, "bytes"] += self._times * max(
+            (_bytes((item,)) for item in args if isinstance(item, (torch.Tensor, list))), default=0
+        )
 
 
 def _rates(hardware: Hardware) -> dict[str, float]:

@@ -20,6 +20,7 @@ from longstraw.attention.dual import has_tangent
 from longstraw.dry_run.forms import UnknownValue
 from longstraw.dry_run.fused_ops import fused_rms_norm
 from longstraw.dry_run.tracker import MemoryTracker
+from longstraw.memory_scopes import current_scope
 from longstraw.prompt_state import residency
 
 
@@ -57,7 +58,7 @@ def gpu_kernels(tracker: MemoryTracker) -> Iterator[None]:
         finally:
             tracker.counter = counter
         if counter is not None:
-            counter.see_copy(copy.nbytes)
+            counter.see_copy(copy.nbytes, out=current_scope()[1] == "host")
         return copy
 
     with ExitStack() as stack:

@@ -9,7 +9,8 @@ blocks that ran, between which they grow evenly. Of responses of one shape the f
 The first block of every other shape runs too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,7 @@ class SampledEngine(ReplayEngine):
         super().__init__(*args, **kwargs)
         self.watch, self.every_block = watch, every_block
         self._alike: dict[tuple, int] = {}
+        self._counted: dict[tuple, tuple] = {}
 
     def choose_blocks(self, state: SegmentState, blocks: int) -> dict[int, float]:
         """The blocks among the first `blocks` that run -> how many each stands for, itself included."""
@@ -88,9 +90,10 @@ class SampledEngine(ReplayEngine):
             if self.every_block:
                 return super().forward_sweep(segment, parent, constant=constant)
             state = self.open_segment(segment, parent, constant=constant)
-            if self._ran_alike("score", segment, parent):
-                return state, torch.zeros(segment.inputs.shape, device=segment.inputs.device)
-            logprobs = self._run_blocks(segment, state, len(state.plan))
+            with self._once_of_many("score", segment, parent) as again:
+                if again:
+                    return state, torch.zeros(segment.inputs.shape, device=segment.inputs.device)
+                logprobs = self._run_blocks(segment, state, len(state.plan))
             return state, torch.cat(logprobs, 1) if logprobs else None
 
     def _run_blocks(self, segment: Segment, state: SegmentState, blocks: int) -> list[torch.Tensor]:
@@ -165,30 +168,46 @@ class SampledEngine(ReplayEngine):
         with self.watch.phase("responses"):
             if self.every_block:
                 return super().score_and_replay(segment, parent, make_loss)
-            if self._ran_alike("replay", segment, parent):
-                make_loss(torch.zeros(segment.inputs.shape, device=segment.inputs.device))
-                return 0.0
-            state = self.open_segment(segment, parent)
-            last = len(state.plan) - 1
-            with torch.no_grad():
-                logprobs = self._run_blocks(segment, state, last)
-            if last:
-                self.prepare_adjoints(state)
-            hidden, runs = self._run_block(segment, state, last, replay=True)
-            own = self._logprobs(segment, state, last, hidden)
-            logprobs.append(gather_tokens(own, state.plan[last]))
-            segment.loss = make_loss(torch.cat(logprobs, 1))
-            total = self._differentiate_block(segment, state, last, runs, own)
-            del hidden, runs, own
-            return total + self._reverse_blocks(segment, state, last)
+            with self._once_of_many("replay", segment, parent) as again:
+                if again:
+                    make_loss(torch.zeros(segment.inputs.shape, device=segment.inputs.device))
+                    return 0.0
+                return self._score_and_replay(segment, parent, make_loss)
 
-    def _ran_alike(self, kind: str, segment: Segment, parent: SegmentState | None) -> bool:
-        """Whether enough segments of this shape have run after a parent of this kind."""
+    def _score_and_replay(self, segment, parent, make_loss) -> float:
+        state = self.open_segment(segment, parent)
+        last = len(state.plan) - 1
+        with torch.no_grad():
+            logprobs = self._run_blocks(segment, state, last)
+        if last:
+            self.prepare_adjoints(state)
+        hidden, runs = self._run_block(segment, state, last, replay=True)
+        own = self._logprobs(segment, state, last, hidden)
+        logprobs.append(gather_tokens(own, state.plan[last]))
+        segment.loss = make_loss(torch.cat(logprobs, 1))
+        total = self._differentiate_block(segment, state, last, runs, own)
+        del hidden, runs, own
+        return total + self._reverse_blocks(segment, state, last)
+
+    @contextmanager
+    def _once_of_many(self, kind: str, segment: Segment, parent: SegmentState | None) -> Iterator[bool]:
+        """A block in which a segment runs; True where enough of its shape have run after a parent like this one: what the last
+        of them has counted then counts once more."""
         if segment.captures_only:
-            return False
+            yield False
+            return
         key = (kind, tuple(segment.inputs.shape), None if parent is None else (parent.end, parent.constant))
         self._alike[key] = self._alike.get(key, 0) + 1
-        return self._alike[key] > RUN_ALIKE
+        counter = self.watch.counter
+        if self._alike[key] > RUN_ALIKE:
+            if counter is not None:
+                counter.count_again(self._counted[key])
+            yield True
+            return
+        before = None if counter is None else counter.note()
+        yield False
+        if counter is not None:
+            self._counted[key] = counter.since(before)
 
 
 def spread_weights(chosen: Sequence[int]) -> dict[int, float]:

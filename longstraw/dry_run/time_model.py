@@ -6,12 +6,13 @@ Of each phase and row:
     memory                            traffic of everything else
     launches                          the least time of a kernel, of all kernels that take less
     exchange over GROUP               bytes that collectives receive, over the slowest link that they cross, and latencies
-    copies                            between device and host
+    copies in                         to the device: pages, a layer ahead
+    copies out                        to the host: pages and gradients
     host                              what the CPU adds up in host memory
 
 The bound of a phase is its longest row at peak rates, as if all else hid behind it, launches and latencies left out. The
-estimate adds the rows of the device and the exchanges, at their efficiencies; copies and host hide behind these where they are
-shorter. The row that limits is the longest of the estimate.
+estimate adds all rows at their efficiencies but copies in, which hide behind the others where they are shorter. The row that
+limits is the longest of the estimate.
 
 Left out: waiting for slower ranks, the sampler's and verifier's time, stragglers of the network.
 """
@@ -21,9 +22,6 @@ from dataclasses import dataclass
 
 from longstraw.dry_run.counter import GroupSpan, OperationCounter, PhaseCounts
 from longstraw.dry_run.hardware import Hardware
-
-OVERLAPPED = ("copies", "host")
-"""Rows that run beside the device's own work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,20 +53,21 @@ def time_phase(counts: PhaseCounts, spans: Mapping[str, GroupSpan], hardware: Ha
         for kind, operations in counts.operations.items()
     )
     bounds["memory"] = counts.least_traffic / hardware.memory_bandwidth
-    for (group, operation), (calls, size) in counts.collectives.items():
-        received = received_bytes(operation, size, spans[group].size)
+    for (group, operation, unit), calls in counts.collectives.items():
+        if unit != "calls":
+            continue
+        received = received_bytes(operation, counts.collectives[group, operation, "bytes"], spans[group].size)
         bandwidth = hardware.link_bandwidth if spans[group].nodes == 1 else hardware.network_bandwidth
         name = f"exchange over {group}"
         bounds[name] = bounds.get(name, 0.0) + received / bandwidth
         rows[name] = rows.get(name, 0.0) + received / (bandwidth * part.link) + calls * hardware.exchange_latency
-    bounds["copies"] = counts.copies / hardware.copy_bandwidth
-    rows["copies"] = counts.copies / (hardware.copy_bandwidth * part.copy)
+    for name, size in (("copies in", counts.copies_in), ("copies out", counts.copies_out)):
+        bounds[name], rows[name] = size / hardware.copy_bandwidth, size / (hardware.copy_bandwidth * part.copy)
     bounds["host"] = counts.host_traffic / hardware.host_bandwidth
     rows["host"] = counts.host_traffic / (hardware.host_bandwidth * part.host)
     rows = {name: seconds for name, seconds in rows.items() if seconds > 0.0}
-    device = sum(seconds for name, seconds in rows.items() if name not in OVERLAPPED)
-    beside = sum(rows.get(name, 0.0) for name in OVERLAPPED)
-    return PhaseTime(bound=max(bounds.values()), estimate=max(device, beside), rows=rows)
+    others = sum(seconds for name, seconds in rows.items() if name != "copies in")
+    return PhaseTime(bound=max(bounds.values()), estimate=max(others, rows.get("copies in", 0.0)), rows=rows)
 
 
 def received_bytes(operation: str, size: float, ranks: int) -> float:

@@ -158,6 +158,10 @@ def _stop_if(asked: bool) -> None:
 
 def main() -> int:
     """The command line program; returns the exit code."""
+    if "--dry-run" in sys.argv:
+        from megatron.grpo.dry_run.program import main as dry_run
+
+        return dry_run([word for word in sys.argv[1:] if word != "--dry-run"])
     args, config = parse_command_line()
     quiet_logs()
     try:

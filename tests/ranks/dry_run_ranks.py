@@ -20,7 +20,7 @@ def measure(rank: int, ranks: int, arguments: list[str]) -> None:
     """The step for real, on each rank."""
     quiet_logs()
     output, *flags = arguments
-    report = report_step(parse_dry_run([*flags, "--measure", "--ranks", str(ranks)]))
+    report = report_step(parse_dry_run([*flags, "--measure", "--even-choices", "--ranks", str(ranks)]))
     if rank == 0:
         Path(output).write_text(json.dumps(report))
 

@@ -17,12 +17,19 @@ PROBE = "--kl-probe finite-difference"
 SKIPPED = {"build"}
 """A dry run draws no weights, so it lacks what drawing them takes for a moment."""
 
+GLM = "--model-preset tiny-glm5.2 --selection-residency host"
+
 CASES = {
     "llama, adam": (1, f"--model-preset tiny-llama {SMALL}"),
     "llama, response_only, cp 2": (2, f"--model-preset tiny-llama --semantics response_only {SMALL}"),
+    "llama, lora": (1, f"--model-preset tiny-llama --lora-rank 4 {SMALL}"),
     "hybrid, logra": (1, f"--model-preset tiny-qwen3.6 {LOGRA} {SMALL} {HOST}"),
     "hybrid, adam, kl, cp 2": (2, f"--model-preset tiny-qwen3.6 --kl-coefficient 0.1 {SMALL}"),
     "hybrid, logra, bf16, cp 2": (2, f"--model-preset tiny-qwen3.6 --bf16 {LOGRA} {SMALL} {HOST}"),
+    "glm, logra": (1, f"{GLM} {LOGRA} {PROBE} {SMALL}"),
+    "glm, adam, response_only, cp 2, ep 2": (
+        2, f"{GLM} --expert-model-parallel-size 2 --semantics response_only {SMALL} --page-residency host"
+    ),
 }
 
 

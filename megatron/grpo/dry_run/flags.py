@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longstraw.attention.layout import plan_blocks
+from longstraw.dry_run.hardware import HARDWARE
 from megatron.grpo.arguments import Machine, parse_arguments
 from megatron.grpo.dry_run.parts import Lengths
 from megatron.grpo.dry_run.run import RunSettings
@@ -30,6 +31,7 @@ class DryRun:
     argv: tuple[str, ...]
     json: str | None
     measure: bool
+    hardware: str
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
@@ -43,9 +45,12 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--prompt-length", type=int, help="tokens of each prompt (default: --prompt-length-limit)")
     add("--response-length", type=int, help="tokens of each response (default: --max-response-length)")
     add("--machine", choices=("gpu", "cpu"), default="gpu", help="whose kernels the step is counted with")
+    add("--hardware", choices=tuple(HARDWARE), default="H200", help="the GPU whose times are shown (the report has all of them)")
     add("--every-block", action="store_true", help="run every block instead of those that the others repeat")
     add("--rollout-elsewhere", action="store_true", help="the responses come from an engine or a store: nothing is decoded here")
     add("--measure", action="store_true", help="run the step for real on this machine's ranks and report the same")
+    add("--even-choices", action="store_true",
+        help="of --measure: tokens go to experts in turn and selections have a dry run's widths, to be compared with one")
     add("--json", metavar="PATH", help="write the report there; - is standard output")
     return parser
 
@@ -80,10 +85,11 @@ def parse_dry_run(argv: Sequence[str], description: str = "") -> DryRun:
     elsewhere = own.rollout_elsewhere or config.rollouts.rollout_engine != "resident" or bool(config.rollouts.rollouts_from)
     settings = RunSettings(
         ranks=ranks, rank=rank, lengths=Lengths(prompt=prompt, response=response), every_block=own.every_block,
-        decodes=not elsewhere, gpu=own.machine == "gpu",
+        decodes=not elsewhere, gpu=own.machine == "gpu", even_choices=own.even_choices,
     )
     return DryRun(
-        args=args, config=config, settings=settings, argv=tuple(flags), json=own.json, measure=own.measure
+        args=args, config=config, settings=settings, argv=tuple(flags), json=own.json, measure=own.measure,
+        hardware=own.hardware,
     )
 
 

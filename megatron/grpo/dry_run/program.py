@@ -12,7 +12,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from longstraw.dry_run.report import describe_collectives, describe_memory, tabulate_memory
+from longstraw.dry_run.report import (
+    describe_collectives, describe_memory, describe_times, describe_work, tabulate_memory, tabulate_times,
+)
 from longstraw.dry_run.watch import Watch
 from longstraw.durable_files import write_whole
 from longstraw.receipts.console import format_seconds
@@ -26,7 +28,7 @@ def report_step(dry: DryRun) -> dict:
     """Run the step and describe it; a measured one by its rank that held most. Collective where it is measured."""
     started = time.perf_counter()
     watch = (run_real_step if dry.measure else run_fake_step)(dry.args, dry.config, dry.settings)
-    report = describe(dry, watch) | {"seconds": time.perf_counter() - started}
+    report = describe(dry, watch) | {"wall_seconds": time.perf_counter() - started}
     if not dry.measure:
         return report
     reports: list = [None] * dist.get_world_size()
@@ -45,11 +47,15 @@ def describe(dry: DryRun, watch: Watch) -> dict:
         "topology": {"tensor": tp, "context": cp, "expert": ep, "data": dry.settings.ranks // (tp * cp)},
         "flags": list(dry.argv), "every_block": dry.settings.every_block,
         "collectives": describe_collectives(watch.counter),
-    } | describe_memory(watch.tracker)
+    } | describe_memory(watch.tracker) | (
+        {} if dry.measure or not dry.settings.gpu else {
+            "work": describe_work(watch.counter), "seconds": describe_times(watch.counter),
+        }
+    )
 
 
-def show(report: dict, console: Console) -> None:
-    """The report as tables."""
+def show(report: dict, console: Console, machine: str) -> None:
+    """The report as tables, its times on one machine."""
     cut = ", ".join(f"{name} {size}" for name, size in report["topology"].items() if size > 1) or "1 rank"
     console.print(
         f"{report['model']}, {report['semantics']}, {cut}: prompt {report['prompt_length']:,} + {report['group_size']} x "
@@ -58,21 +64,30 @@ def show(report: dict, console: Console) -> None:
     for place in ("device", "host"):
         if not report["peak_bytes"][place]:
             continue
-        rows = tabulate_memory(report, place)
-        table = Table(title=place, title_justify="left", box=None, padding=(0, 1))
-        for name in rows[0]:
-            table.add_column(name.replace("_", " "), justify="left" if name == "phase" else "right")
-        for row in rows[1:]:
-            table.add_row(*row)
-        console.print(table)
-    console.print(f"{'measured' if report['measured'] else 'dry run'} in {format_seconds(report['seconds'])}")
+        show_table(console, place, tabulate_memory(report, place))
+    if "seconds" in report:
+        show_table(console, f"seconds on {machine}", tabulate_times(report, machine))
+    console.print(f"{'measured' if report['measured'] else 'dry run'} in {format_seconds(report['wall_seconds'])}")
+
+
+def show_table(console: Console, title: str, rows: list[list[str]]) -> None:
+    """Rows under their heading, the first of them."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="left" if name in ("phase", "limited by") else "right")
+    for row in rows[1:]:
+        table.add_row(*row)
+    console.print(table)
 
 
 def main(argv: Sequence[str] | None = None, description: str = "") -> int:
     """The command line program; returns the exit code: 0, or 2 for flags that cannot be run."""
     quiet_logs()
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if int(os.environ.get("RANK", 0)) and "--measure" not in argv:
+        return 0  # under torchrun one process is enough
     try:
-        dry = parse_dry_run(sys.argv[1:] if argv is None else argv, description)
+        dry = parse_dry_run(argv, description)
     except ArgumentErrors as errors:
         for sentence in errors.sentences:
             print(f"dry_run: error: {sentence}", file=sys.stderr)
@@ -82,7 +97,7 @@ def main(argv: Sequence[str] | None = None, description: str = "") -> int:
         return 2
     report = report_step(dry)
     if int(os.environ.get("RANK", 0)) == 0:
-        show(report, Console(width=160, highlight=False, stderr=dry.json == "-"))
+        show(report, Console(width=160, highlight=False, stderr=dry.json == "-"), dry.hardware)
         if dry.json:
             write_report(report, dry.json)
     if dry.measure:

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from contextlib import nullcontext
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from unittest import mock
 
@@ -35,7 +35,8 @@ class RunSettings:
     """How a step is run.
 
     ranks, rank: the world, and whose step. gpu: with a GPU's kernels (a step that is measured has its machine's own).
-    every_block: leave no block out. decodes: the responses are sampled by this program.
+    every_block: leave no block out. decodes: the responses are sampled by this program. even_choices: of a step that is measured,
+    as those of a dry run always are.
     """
 
     ranks: int
@@ -44,6 +45,7 @@ class RunSettings:
     gpu: bool = True
     every_block: bool = False
     decodes: bool = True
+    even_choices: bool = False
 
 
 def run_fake_step(args: Namespace, config: TrainConfig, settings: RunSettings) -> Watch:
@@ -65,7 +67,9 @@ def run_real_step(args: Namespace, config: TrainConfig, settings: RunSettings) -
     install_cpu_device_layer()
     share_gloo_device()
     join_world(args)
-    return _run_step(args, config, settings, MemoryTracker())
+    tracker = MemoryTracker()
+    with even_choices(tracker) if settings.even_choices else nullcontext():
+        return _run_step(args, config, settings, tracker)
 
 
 @contextmanager

@@ -68,7 +68,22 @@ def test_host_pages_are_staged_and_their_copies_counted(tracker):
     page, peaks = 2 * 10_000 * GROUPS * DIM * 2, tracker.phases["work"]
     assert peaks["device"].categories["staging"] == page and "prompt_state" not in peaks["device"].categories
     assert peaks["host"].categories["prompt_state"] == page and peaks["host"].categories["adjoints"] == 2 * page
-    assert tracker.counter.read()["work"].copies == 3 * page, "pages out and in, and bfloat16 gradients out"
+    counts = tracker.counter.read()["work"]
+    assert counts.copies_in == page, "the forward's copy serves the backward"
+    assert counts.copies_out == 2 * page, "the pages, and bfloat16 gradients"
+    assert counts.host_traffic >= 5 * page, "float32 sums read and written, gradients read"
+
+
+def test_a_piece_of_work_counts_again(tracker):
+    counter, a, b = tracker.counter, unknown(8, 16), unknown(16, 4)
+    with counter.phase("work"):
+        a @ b
+        before = counter.note()
+        with counter.standing_for(2.5):
+            a @ b
+        counter.count_again(counter.since(before))
+    assert counter.read()["work"].operations == {"matmul_16": (1 + 2 * 2.5) * 2 * 8 * 16 * 4}
+    assert counter.read()["work"].kernels == 6
 
 
 def test_products_of_16_bits_stay_so(tracker):
