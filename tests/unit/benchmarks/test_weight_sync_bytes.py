@@ -8,14 +8,15 @@ from benchmarks.weight_sync import Writer, count_bytes, is_projection, parse_arg
 from longstraw.patches.projections import find_projections
 from longstraw.rollout.host_copy import HostCopy
 from longstraw.rollout.weight_folder import DELTA_FILE, plan_syncs, read_manifest, tensor_files, version_folder
-from megatron.grpo.conversion.build import build_blank_model, leave_groups, start_groups
+from megatron.grpo.conversion.build import build_blank_model, start_groups
 from megatron.grpo.presets import get_preset
+from tests.support.models import one_rank
 
 
 @pytest.fixture(scope="module")
 def groups():
-    yield start_groups()
-    leave_groups()
+    one_rank()  # other tests of this process hold these groups too: they stay
+    return start_groups()
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3.6", "tiny-glm5.2"])

@@ -5,12 +5,9 @@ import pytest
 
 @pytest.fixture(scope="session")
 def groups():
-    """Groups of a single process."""
-    from megatron.core import parallel_state
+    """Groups of a single process, those of this process's other tests too."""
+    from megatron.grpo.conversion.build import start_groups
+    from tests.support.models import one_rank
 
-    from megatron.grpo.conversion.build import leave_groups, start_groups
-
-    owned = not parallel_state.model_parallel_is_initialized()
-    yield start_groups()
-    if owned:
-        leave_groups()
+    one_rank()
+    return start_groups()
