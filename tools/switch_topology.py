@@ -1,4 +1,5 @@
-"""Trains and generates in turn on one set of devices: a vLLM engine rolls a step out and ends, then Megatron trains the step and ends.
+"""Trains and generates in turn on one set of devices: a vLLM engine rolls a step out and ends, then Megatron trains the
+step and ends.
 
     tools/switch_topology.sh --run-dir runs/loop --model HF_FOLDER --train-iters 10 --nproc-per-node 2 \\
         --rollout-tensor-parallel-size 2 -- TRAINER FLAGS -- ENGINE FLAGS
@@ -6,9 +7,9 @@
 TRAINER FLAGS are those of megatron.grpo.train, for trainer and generator alike; ENGINE FLAGS those of
 longstraw.rollout.vllm_server. Those that the switcher sets itself are refused there.
 
-Left out: restarting itself. Exit statuses: 0 when the last step's weights are written; 75 when stopped by a signal with everything
-saved; 2 for flags that cannot be run; 1 for anything else, after one sentence. Whatever the status, nothing is left running,
-and the same command goes on from there.
+Left out: restarting itself. Exit statuses: 0 when the last step's weights are written; 75 when stopped by a signal with
+everything saved; 2 for flags that cannot be run; 1 for anything else, after one sentence. Whatever the status, nothing
+is left running, and the same command goes on from there.
 """
 
 import argparse
@@ -30,7 +31,8 @@ from megatron.grpo.topology.plan import print_plan
 
 
 def split_words(argv: list[str]) -> tuple[list[str], tuple[str, ...], tuple[str, ...]]:
-    """The switcher's words, the trainer's and the engine's: two `--` stand between them. Raises ValueError for a third."""
+    """The switcher's words, the trainer's and the engine's: two `--` stand between them. Raises ValueError for a
+    third."""
     parts: list[list[str]] = [[]]
     for word in argv:
         if word == "--":

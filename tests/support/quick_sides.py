@@ -1,11 +1,12 @@
-"""Two sides that start in milliseconds, for tests of the switcher: real processes with ranks, workers, ports, shared memory
-and files on disk, and nothing of ours in them.
+"""Two sides that start in milliseconds, for tests of the switcher: real processes with ranks, workers, ports, shared
+memory and files on disk, and nothing of ours in them.
 
     python -I -S quick_sides.py trainer|exporter|server|generator RUN_DIR STEP
 
-The state that the trainer moves is a hash: step K makes hash(state, rollouts of step K). Rollouts are random bytes. So the last
-state can be worked out from the rollouts on the disk, and any step that was taken twice, left out or taken on other rollouts
-shows. A program stays in a phase as long as RUN_DIR/hold-PHASE-STEP is there, to be caught in it. Standard library only.
+The state that the trainer moves is a hash: step K makes hash(state, rollouts of step K). Rollouts are random bytes. So
+the last state can be worked out from the rollouts on the disk, and any step that was taken twice, left out or taken on
+other rollouts shows. A program stays in a phase as long as RUN_DIR/hold-PHASE-STEP is there, to be caught in it.
+Standard library only.
 """
 
 import hashlib

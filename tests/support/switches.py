@@ -33,6 +33,7 @@ class Switch:
         self.command = [*prefix, sys.executable, script, folder, str(steps), *place]
         self.environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "QUICK_SWITCH": json.dumps(settings)}
         self.output = folder / f"output-{rank}"
+        self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
         """Start it, or start it again."""
@@ -147,15 +148,16 @@ class Switch:
 
     def end(self) -> None:
         """End whatever is left, at the end of a test that may have failed."""
-        if self.process.poll() is None:
+        if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             try:
                 self.process.wait(15)
             except subprocess.TimeoutExpired:
                 pass
-        for process in [self.process, *(self.marked() if (self.folder / f"switch/node-{self.rank}.mark").exists() else ())]:
+        for process in [*filter(None, [self.process]), *(self.marked() if (self.folder / f"switch/node-{self.rank}.mark").exists() else ())]:
             process.kill()
-        self.process.wait()
+        if self.process is not None:
+            self.process.wait()
 
     def rollouts(self) -> dict[str, str]:
         """The rollouts that lie on the disk."""

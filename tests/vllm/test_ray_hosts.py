@@ -1,6 +1,8 @@
-"""Ray over two hosts: the switcher starts it with addresses, ports and resources of its own before the engine, and ends it after.
+"""Ray over two hosts: the switcher starts it with addresses, ports and resources of its own before the engine, and ends
+it after.
 
-vLLM takes no Ray on a CPU, so tests/support/ray_pair.py stands where the engine stands: one worker process on each host.
+vLLM takes no Ray on a CPU, so tests/support/ray_pair.py stands where the engine stands: one worker process on each
+host.
 """
 
 import json

@@ -1,7 +1,8 @@
-"""tools/switch_topology over the real vLLM and Megatron: a step with a killed engine, and, with --long, everything else that may
-be killed, ten switches in a row, LoGRA's updates at two engine ranks, two loops at once.
+"""tools/switch_topology over the real vLLM and Megatron: a step with a killed engine, and, with --long, everything else
+that may be killed, ten switches in a row, LoGRA's updates at two engine ranks, two loops at once, a Slurm job.
 """
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import psutil
 import pytest
 
 from tests.support.ranks import REPOSITORY
+from tests.support.slurm import Slurm, explain_absence
 from tests.support.real_loops import ADAM, LOGRA, RealLoop, make_inputs, trainer_flags
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(7200)]
@@ -123,3 +125,30 @@ def test_two_loops_at_once(make):
         assert loop.wait(1800) == 0, loop.output.read_text()
         assert loop.steps_recorded() == [1, 2]
         loop.check_nothing_left()
+
+
+@pytest.mark.long
+def test_the_loop_as_a_slurm_job_is_stopped_in_training_queued_again_and_finishes(make, tmp_path):
+    absence = explain_absence()
+    if absence:
+        pytest.skip(f"NOT TESTED: the loop under Slurm: {absence}")
+    loop, cluster = make(2), Slurm(tmp_path / "slurm")
+    try:
+        script, log = tmp_path / "job.sbatch", tmp_path / "job.log"
+        command = shlex.join([str(REPOSITORY / "tools/slurm_requeue.sh"), *map(str, loop.command)])
+        script.write_text(f"#!/bin/bash\n#SBATCH --time=60 --requeue --open-mode=append --output={log}\nexec {command}\n")
+        job = cluster.ask("sbatch", "--parsable", f"--export=ALL,PYTHONPATH={REPOSITORY},OMP_NUM_THREADS=1", str(script)).strip()
+        cluster.wait_until(lambda: any(line.get("state") == "training" for line in loop.lines()), "training", 1500)
+        cluster.wait_until(lambda: "grad_norm" in "".join(path.read_text() for path in loop.folder.glob("switch/logs/*trainer*.log"))
+                           or loop.lines()[-1].get("state") != "training", "a trainer at work", 1500)
+        cluster.ask("scancel", "--signal=TERM", job)  # as --signal does ahead of the time limit
+        cluster.wait_until(lambda: log.exists() and "queued again" in log.read_text(), "the requeue", 300)
+        kept = loop.rollouts()
+        cluster.wait_until(lambda: cluster.state(job) == "PENDING", "the job in the queue")
+        cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+        cluster.wait_until(lambda: cluster.state(job) in ("COMPLETED", "FAILED"), "the end of the job", 3000)
+        assert cluster.state(job) == "COMPLETED", log.read_text()
+        assert kept.items() <= loop.rollouts().items() and loop.steps_recorded() == [1, 2]
+        assert list(loop.marked()) == []
+    finally:
+        cluster.close()

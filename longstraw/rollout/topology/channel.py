@@ -1,8 +1,9 @@
 """Messages between the switchers of a run's hosts: authenticated lines of JSON over TCP.
 
-Both sides hold a token. When a connection opens each shows, by an HMAC over the other's random challenge, that it does, and
-each message carries an HMAC over its number and direction under a key of this connection: nobody without the token can
-connect, change, repeat or insert a message. Nothing is encrypted (orders are names and numbers) and nothing is executed.
+Both sides hold a token. When a connection opens each shows, by an HMAC over the other's random challenge, that it does,
+and each message carries an HMAC over its number and direction under a key of this connection: nobody without the token
+can connect, change, repeat or insert a message. Nothing is encrypted (orders are names and numbers) and nothing is
+executed.
 """
 
 import hashlib
@@ -53,8 +54,8 @@ class Channel:
     """One authenticated connection. Made on both ends at once; afterwards nothing blocks but a full send buffer."""
 
     def __init__(self, connection: socket.socket, token: bytes, *, leads: bool, introduction: dict[str, Any] | None = None):
-        """leads: whether this is the leader's end. introduction: what the follower says of itself; the leader finds it in
-        `peer`.
+        """leads: whether this is the leader's end. introduction: what the follower says of itself; the leader finds it
+        in `peer`.
 
         Raises ChannelClosed where the other side is late or does not hold the token.
         """
@@ -97,8 +98,8 @@ class Channel:
                 self._connection.setblocking(False)
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come in, without waiting. Raises ChannelClosed where the other side has hung up and nothing
-        is left, or sends what is no message."""
+        """The messages that have come in, without waiting. Raises ChannelClosed where the other side has hung up and
+        nothing is left, or sends what is no message."""
         try:
             while True:
                 part = self._connection.recv(1 << 16)

@@ -14,12 +14,12 @@ class DeadlineConfig:
     """Longest time for one training step, the start of its ranks included."""
 
     exporting_seconds: float = 3_600.0
-    """Longest time for the weights to be written once the step is committed; where a trainer has to be started for it, its
-    start included."""
+    """Longest time for the weights to be written once the step is committed; where a trainer has to be started for it,
+    its start included."""
 
     draining_seconds: float = 300.0
-    """Longest time for the trainer to end by itself and the devices to be empty; also for everything to be killed after a
-    failure."""
+    """Longest time for the trainer to end by itself and the devices to be empty; also for everything to be killed after
+    a failure."""
 
     rollout_up_seconds: float = 1_800.0
     """Longest time for the engine to load the weights and answer."""
@@ -31,7 +31,8 @@ class DeadlineConfig:
     """Longest time for the engine to end and the devices to be empty."""
 
     grace_seconds: float = 120.0
-    """What each program has to end once it is asked to; a trainer finishes or rolls back its step and saves within it."""
+    """What each program has to end once it is asked to; a trainer finishes or rolls back its step and saves within
+    it."""
 
     attempts: int = 3
     """Failures in a row, without any progress on the disk in between, after which the run is given up."""

@@ -54,7 +54,8 @@ class Crew:
         return any(role in status.roles and status.roles[role] is None for status in self.statuses() or [])
 
     def has_ended(self, role: str) -> bool:
-        """Whether the role has ended, with status 0, on every host that it was started on. Raises StageFailed for another."""
+        """Whether the role has ended, with status 0, on every host that it was started on. Raises StageFailed for
+        another."""
         statuses = self.statuses()
         if statuses is None:
             return False

@@ -1,8 +1,8 @@
 """Are the devices empty? Asked before the other side starts.
 
-On GPUs, by nvidia-smi: no process computes on the visible ones, and their used memory is back to what it was with nothing of
-ours running. Without GPUs a side holds memory as processes and as files in /dev/shm, which `longstraw.rollout.topology.node`
-looks at either way.
+On GPUs, by nvidia-smi: no process computes on the visible ones, and their used memory is back to what it was with
+nothing of ours running. Without GPUs a side holds memory as processes and as files in /dev/shm, which
+`longstraw.rollout.topology.node` looks at either way.
 
 Left out: MIG slices, and devices of other makers.
 """

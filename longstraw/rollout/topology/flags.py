@@ -1,5 +1,5 @@
-"""Flags from frozen config dataclasses: a field is a flag, the docstring under it the help. Without Megatron's parser, whose
-import takes ten seconds.
+"""Flags from frozen config dataclasses: a field is a flag, the docstring under it the help. Without Megatron's parser,
+whose import takes ten seconds.
 """
 
 import argparse

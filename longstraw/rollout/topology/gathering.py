@@ -35,11 +35,11 @@ def gather_followers(
     address: tuple[str, int], count: int, token_file: Path, fingerprint: str, *, node_timeout: float, seconds: float,
     stop_asked: Callable[[], bool],
 ) -> list[RemoteHost]:
-    """Wait for ranks 1 to count - 1; returns them in order. Where the address has port 0, the port that the system gave is in a
-    file beside the token.
+    """Wait for ranks 1 to count - 1; returns them in order. Where the address has port 0, the port that the system gave
+    is in a file beside the token.
 
-    Raises HostLost where they do not all come in time, StopAsked at a signal, ValueError where one was started otherwise than
-    this.
+    Raises HostLost where they do not all come in time, StopAsked at a signal, ValueError where one was started
+    otherwise than this.
     """
     token = read_token(token_file, create=True)
     deadline = time.monotonic() + seconds

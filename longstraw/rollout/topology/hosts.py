@@ -1,7 +1,7 @@
 """The hosts of a run as their leader sees them: this one, and others behind a channel, alike.
 
-A host takes orders and has a status. `status` is None until it is of after the last order, so nobody acts on what a host said
-before it heard.
+A host takes orders and has a status. `status` is None until it is of after the last order, so nobody acts on what a
+host said before it heard.
 """
 
 import time

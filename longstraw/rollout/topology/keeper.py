@@ -4,12 +4,12 @@
 
 - SIGTERM is passed on to the command once; SIGINT kills it and everything below it.
 - When PARENT (the process id that starts this) is gone, however it went, everything below is killed.
-- When the command ends, what it leaves behind gets a second and is killed; the exit status is the command's, 128 + n for
-  signal n.
+- When the command ends, what it leaves behind gets a second and is killed; the exit status is the command's, 128 + n
+  for signal n.
 
-Whatever loses its parent below here becomes this process's child (PR_SET_CHILD_SUBREAPER), so nothing slips away. If this
-process is itself killed, the kernel kills the command, and what was below becomes the switcher's. Standard library only;
-nothing else of the project is imported.
+Whatever loses its parent below here becomes this process's child (PR_SET_CHILD_SUBREAPER), so nothing slips away. If
+this process is itself killed, the kernel kills the command, and what was below becomes the switcher's. Standard library
+only; nothing else of the project is imported.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """The state machine: from state to state until the last step's weights are written, and back where one fails.
 
-`states` says which state follows and which one a disk asks for, `stages` what each runs and when it is over. Here are deadlines,
-the journal, ways back and signals.
+`states` says which state follows and which one a disk asks for, `stages` what each runs and when it is over. Here are
+deadlines, the journal, ways back and signals.
 """
 
 import resource

@@ -1,13 +1,15 @@
 """One host's share of a switch: it runs commands by role, ends them, and says what is still held.
 
-The leader gives orders, and reads the status; `channel` carries both to other hosts. Orders never carry a command: a host
-builds its own from the flags that it was started with, so what comes in over a network can only be one of the names below.
+The leader gives orders, and reads the status; `channel` carries both to other hosts. Orders never carry a command: a
+host builds its own from the flags that it was started with, so what comes in over a network can only be one of the
+names below.
 
     {"do": "start", "role": "trainer", "step": 3, "ports": [41231]}
     {"do": "end", "role": "server"}      ask it to end; it is killed after its grace period
     {"do": "clear"}                      kill everything of this run on this host, remove its shared-memory files
 
-What runs is written to a record file, so that a host whose switcher was killed ends what was left of it at the next start.
+What runs is written to a record file, so that a host whose switcher was killed ends what was left of it at the next
+start.
 """
 
 import json
@@ -84,9 +86,9 @@ class NodeStatus:
 class LocalNode:
     """This host.
 
-    build: (role, step, ports) -> the command. mark: names the run on this host; two hosts of a run, or two runs on a host,
-    have different ones. record: a file. adopts: this process has no children but those of the run, and is the subreaper of
-    what loses its parent below it.
+    build: (role, step, ports) -> the command. mark: names the run on this host; two hosts of a run, or two runs on a
+    host, have different ones. record: a file. adopts: this process has no children but those of the run, and is the
+    subreaper of what loses its parent below it.
     """
 
     def __init__(
@@ -109,7 +111,8 @@ class LocalNode:
         self._read_record()
 
     def obey(self, order: Order) -> None:
-        """Carry out an order. Raises OSError where a program cannot be started, ValueError where no such thing can be."""
+        """Carry out an order. Raises OSError where a program cannot be started, ValueError where no such thing can
+        be."""
         if order.do == "clear":
             self._clearing, self._cleared, self._held, self._asked = True, False, _NOT_LOOKED, 0.0
         elif order.do == "end":
@@ -174,8 +177,9 @@ class LocalNode:
 
     def _observe(self, ours: list[Process]) -> None:
         """Remember processes and shared memory, on the disk where there is something new."""
-        self._seen |= {process.key: process.name for process in ours}
-        self._sessions |= {process.session for process in ours} - {os.getsid(0)}
+        # `ours` has all that was known and runs: what has ended is forgotten.
+        self._seen = {process.key: process.name for process in ours}
+        self._sessions = {process.session for process in ours} - {os.getsid(0)}
         self._resident_bytes = sum(process.resident_bytes for process in ours)
         listed = os.listdir(SHARED_MEMORY)
         for process in ours:
@@ -185,8 +189,9 @@ class LocalNode:
         self._write_record()
 
     def _is_ours(self, path: str) -> bool:
-        """Whether a file in /dev/shm that our processes hold is one that they made: it lies at the top, as what libraries make
-        there does, and is younger than they are. Folders there are the user's, as are files that were there before."""
+        """Whether a file in /dev/shm that our processes hold is one that they made: it lies at the top, as what
+        libraries make there does, and is younger than they are. Folders there are the user's, as are files that were
+        there before."""
         try:
             state = os.stat(path)
         except FileNotFoundError:
@@ -245,7 +250,8 @@ class LocalNode:
             self._written = text
 
     def _read_record(self) -> None:
-        """Take up what an earlier switcher of this run on this host left; nothing where the machine has started anew."""
+        """Take up what an earlier switcher of this run on this host left; nothing where the machine has started
+        anew."""
         if not self.record.exists():
             return
         content = json.loads(self.record.read_text())

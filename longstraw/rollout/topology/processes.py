@@ -1,9 +1,10 @@
-"""Processes as Linux's /proc shows them: who is below whom, who belongs to a run, what memory they hold, how they are ended.
+"""Processes as Linux's /proc shows them: who is below whom, who belongs to a run, what memory they hold, how they are
+ended.
 
-A process is named by its id and the moment it started, since ids are given out again. To whom it belongs is asked in three
-ways, for none sees all: the mark in its environment (programs that set their own title overwrite it), its session (a
-program may open another), and the list of those that were seen below the run's processes (what started since the last
-look is missing there).
+A process is named by its id and the moment it started, since ids are given out again. To whom it belongs is asked in
+three ways, for none sees all: the mark in its environment (programs that set their own title overwrite it), its session
+(a program may open another), and the list of those that were seen below the run's processes (what started since the
+last look is missing there).
 """
 
 import os

@@ -63,7 +63,8 @@ def run_switch(
     """Run this host's switcher to its end; returns the exit status. Call it in the main thread of a process of its own.
 
     make_job, make_build: the job (first host) and the commands (every host), once the host's place is known. folder:
-    RUN_DIR/switch, on a file system that all hosts share. fingerprint: of the flags that must be the same on every host.
+    RUN_DIR/switch, on a file system that all hosts share. fingerprint: of the flags that must be the same on every
+    host.
     """
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):

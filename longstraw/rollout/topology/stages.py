@@ -1,7 +1,7 @@
 """What runs in each state, and when the state is over.
 
-A stage is entered once, then asked `is_over` a few times a second; it raises StageFailed where it never will be. Programs are
-asked before the disk is: one that wrote what it was to write, and then ended, has not failed.
+A stage is entered once, then asked `is_over` a few times a second; it raises StageFailed where it never will be.
+Programs are asked before the disk is: one that wrote what it was to write, and then ended, has not failed.
 """
 
 import time
@@ -31,7 +31,8 @@ class Job(Protocol):
         """Whether Ray's head can be reached."""
 
     def server_version(self) -> int | None:
-        """Version of the weights that the server serves, NO_WEIGHTS where it has none yet; None while it does not answer."""
+        """Version of the weights that the server serves, NO_WEIGHTS where it has none yet; None while it does not
+        answer."""
 
 
 class Stage:

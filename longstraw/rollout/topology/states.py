@@ -12,7 +12,8 @@
 | rollout_down | server, ending | it has ended and every device is empty | what is left is killed; devices that stay full end the run |
 
 Every way back leads through killing all that runs and waiting for empty devices, and then to the state that
-`choose_state` finds on the disk: the rule that a restart follows too, so there is one way back and not one for each state.
+`choose_state` finds on the disk: the rule that a restart follows too, so there is one way back and not one for each
+state.
 """
 
 from dataclasses import dataclass
@@ -75,7 +76,8 @@ def follow_state(state: State, step: int, last_step: int) -> tuple[State, int] |
 
 
 def explain_loss(lines: list[dict], progress: Progress) -> str:
-    """One sentence where a journal tells of something done that the disk lacks, so that a restart would do it twice; else ""."""
+    """One sentence where a journal tells of something done that the disk lacks, so that a restart would do it twice;
+    else ""."""
     trained = max((line["step"] for line in lines if _tells(line, State.TRAINING)), default=0)
     if trained > progress.committed:
         return f"the journal tells of a committed step {trained}, and the latest checkpoint is of step {progress.committed}"

@@ -169,7 +169,8 @@ class Commands:
         return dict(os.environ) | {"PYTHONPATH": path} | self._interface()
 
     def _interface(self) -> dict[str, str]:
-        """With several hosts, the network interface on which they reach each other, for gloo; one that is set already stands."""
+        """With several hosts, the network interface on which they reach each other, for gloo; one that is set already
+        stands."""
         if self.site.count == 1 or not self.site.interface or "GLOO_SOCKET_IFNAME" in os.environ:
             return {}
         return {"GLOO_SOCKET_IFNAME": self.site.interface}

@@ -1,7 +1,7 @@
 """Flags of tools/switch_topology: the run, its hosts and the rollout side. Every field is a flag.
 
-Left out: what the trainer and the engine take by themselves, which stands behind `--` on the command line; deadlines are
-`longstraw.rollout.topology.config`.
+Left out: what the trainer and the engine take by themselves, which stands behind `--` on the command line; deadlines
+are `longstraw.rollout.topology.config`.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ class SwitchConfig:
     """One run that trains and generates in turn."""
 
     run_dir: str
-    """Folder of the run, on a file system that all hosts share: checkpoints/, rollouts/, weights/, train/ (metrics, receipt),
-    switch/ (journal, logs). The same command goes on with what lies there."""
+    """Folder of the run, on a file system that all hosts share: checkpoints/, rollouts/, weights/, train/ (metrics,
+    receipt), switch/ (journal, logs). The same command goes on with what lies there."""
 
     model: str
-    """Hugging Face folder of the weights that the run starts from, the same that the trainer starts from: the engine serves
-    them for the first step, and takes its architecture from it."""
+    """Hugging Face folder of the weights that the run starts from, the same that the trainer starts from: the engine
+    serves them for the first step, and takes its architecture from it."""
 
     train_iters: int
     """Steps of the whole run: --train-iters of the trainer."""
@@ -34,15 +34,16 @@ class SwitchConfig:
     """Which of them this is. The first one leads, serves and generates."""
 
     rendezvous: Optional[str] = None
-    """Name or address of the first host, at which the others reach its switcher: HOST, or HOST:PORT where only certain ports are
-    open. Needed with --num-nodes above 1."""
+    """Name or address of the first host, at which the others reach its switcher: HOST, or HOST:PORT where only certain
+    ports are open. Needed with --num-nodes above 1."""
 
     weight_sync: Literal["full", "delta", "lora"] = "full"
-    """How a step's weights reach the engine: --weight-sync of the trainer. Its other flags of the kind are given among its own."""
+    """How a step's weights reach the engine: --weight-sync of the trainer. Its other flags of the kind are given among
+    its own."""
 
     weight_sync_dir: Optional[str] = None
-    """Folder of the weights for the engine, on a fast file system that trainer and server share: /dev/shm or node-local on one
-    host. Default: RUN_DIR/weights."""
+    """Folder of the weights for the engine, on a fast file system that trainer and server share: /dev/shm or node-local
+    on one host. Default: RUN_DIR/weights."""
 
     rollout_tensor_parallel_size: int = 1
     """Ranks that the engine cuts each layer over."""
@@ -51,11 +52,12 @@ class SwitchConfig:
     """Ranks that the engine divides the layers among."""
 
     rollout_backend: Optional[Literal["mp", "ray"]] = None
-    """mp: the engine's ranks are processes of the first host. ray: they are spread over all hosts by a Ray cluster that is
-    started for the rollout and ended after it. Default: ray where they are more than --nproc-per-node."""
+    """mp: the engine's ranks are processes of the first host. ray: they are spread over all hosts by a Ray cluster that
+    is started for the rollout and ended after it. Default: ray where they are more than --nproc-per-node."""
 
     ray_cpus_per_node: int = 0
-    """With Ray and no GPUs: processors that each host offers to the engine's ranks, one for each. Default: --nproc-per-node."""
+    """With Ray and no GPUs: processors that each host offers to the engine's ranks, one for each. Default:
+    --nproc-per-node."""
 
     plan: bool = False
     """Print the commands of every state and host, and end."""

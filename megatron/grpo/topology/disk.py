@@ -25,7 +25,8 @@ def read_progress(checkpoints: Path, weights: Path, rollouts: Path) -> Progress:
 
 
 def find_weights(weights: Path, version: int) -> FolderManifest | None:
-    """The manifest of a version's folder; None where the folder is not whole. Raises ValueError where it is another's."""
+    """The manifest of a version's folder; None where the folder is not whole. Raises ValueError where it is
+    another's."""
     folder = version_folder(weights, version)
     try:
         manifest = read_manifest(folder)
@@ -53,8 +54,8 @@ def has_rollouts(rollouts: Path, step: int) -> bool:
 def choose_start(weights: Path, model: Path, version: int) -> tuple[Path, bool]:
     """The folder that an engine starts from to come to a version, and whether it takes the weights of that folder.
 
-    It does where they are of its own precision. Where updates build on whole weights at the trainer's precision, it starts
-    without any and is synced to those first, so that they are rounded as the trainer rounds.
+    It does where they are of its own precision. Where updates build on whole weights at the trainer's precision, it
+    starts without any and is synced to those first, so that they are rounded as the trainer rounds.
 
     Raises ValueError where a folder that it needs is missing or not whole.
     """

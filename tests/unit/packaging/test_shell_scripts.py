@@ -1,4 +1,5 @@
-"""Every shell script and Slurm job passes shellcheck; those that take PLAN print commands that the programs would accept."""
+"""Every shell script and Slurm job passes shellcheck; those that take PLAN print commands that the programs would
+accept."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-"""The switcher over quick programs: ten switches, two loops at once, signals, failures, deadlines, one switcher a run."""
+"""The switcher over quick programs: ten switches, two loops at once, signals, failures, deadlines, one switcher a
+run."""
 
 import signal
 import time
