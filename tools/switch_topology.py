@@ -24,7 +24,7 @@ from longstraw.rollout.topology.config import DeadlineConfig
 from longstraw.rollout.topology.flags import add_flags, build_config
 from longstraw.rollout.topology.gathering import split_rendezvous
 from longstraw.rollout.topology.run import Site, run_switch
-from megatron.grpo.topology.commands import SERVER_OWNED, TRAINER_OWNED, Commands, check_flags
+from megatron.grpo.topology.commands import SERVER_OWNED, TRAINER_OWNED, Commands, check_flags, check_server_flags
 from megatron.grpo.topology.config import SwitchConfig
 from megatron.grpo.topology.job import LoopJob
 from megatron.grpo.topology.plan import print_plan
@@ -59,6 +59,7 @@ def parse_arguments(argv: list[str]) -> tuple[SwitchConfig, DeadlineConfig, tupl
         config, deadlines = build_config(SwitchConfig, namespace), build_config(DeadlineConfig, namespace)
         check_flags(trainer_flags, TRAINER_OWNED, "trainer")
         check_flags(server_flags, SERVER_OWNED, "engine")
+        check_server_flags(config, server_flags)
         if config.rendezvous:
             split_rendezvous(config.rendezvous)
     except ValueError as error:

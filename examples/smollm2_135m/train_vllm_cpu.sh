@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # The whole loop on a CPU: vLLM rolls a step out on two ranks and ends, Megatron trains the step on two and ends, and so on.
+# The model's 9 attention heads do not divide by two, so each of vLLM's ranks has half of the layers.
 #
 #   ./examples/smollm2_135m/train_vllm_cpu.sh [flags of tools/switch_topology.sh]
 #
@@ -35,7 +36,7 @@ switcher=(
     --model "$hf"
     --train-iters 3
     --nproc-per-node 2
-    --rollout-tensor-parallel-size 2
+    --rollout-pipeline-parallel-size 2
     --weight-sync delta
     --generating-seconds 3600
     --training-seconds 3600

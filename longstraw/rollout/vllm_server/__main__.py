@@ -4,7 +4,7 @@
 
 The main thread waits for the end: SIGTERM, SIGINT, the owner's death, or a client that asks for it. A second thread owns the
 engine, a third accepts connections. Exit codes: 0 at an end that was asked for; 1 where the engine could not start, or one of
-its workers has ended; 2 for flags that cannot be run.
+its workers has ended; 2 for flags that cannot be run, or not with this model.
 """
 
 import json
@@ -57,6 +57,7 @@ def main() -> int:
     asked, ask = os.pipe()
     os.set_blocking(ask, False)
     failures: list[str] = []
+    status = 1
 
     def end() -> None:
         os.write(ask, b".")
@@ -70,14 +71,19 @@ def main() -> int:
         end()
 
     def run() -> None:
+        nonlocal status
         late = threading.Timer(config.start_seconds, fail, [f"the engine has not loaded in {config.start_seconds:.0f} s"])
         late.daemon = True
         late.start()
         try:
-            from longstraw.rollout.vllm_server.engine import Engine
+            from longstraw.rollout.vllm_server.engine import Engine, UnfitFlagsError
             from longstraw.rollout.vllm_server.service import Service
 
-            engine = Engine(config)  # first: its workers must not inherit the socket
+            try:
+                engine = Engine(config)  # first: its workers must not inherit the socket
+            except UnfitFlagsError:
+                status = 2  # of no use to try again
+                raise
             token = secrets.token_hex(32)
             service = Service(config.bind_address, token, end=end)
             threading.Thread(target=service.accept, daemon=True).start()
@@ -101,7 +107,7 @@ def main() -> int:
     shared = list_shared_files([itself])
     end_tree(itself.children(), grace=_GRACE_SECONDS)
     remove_files(shared)
-    os._exit(1 if failure else 0)  # vLLM's threads need not agree
+    os._exit(status if failure else 0)  # vLLM's threads need not agree
 
 
 def watch_workers(fail: Callable[[str], None]) -> None:

@@ -31,20 +31,28 @@ class LateError(TimeoutError):
     """The deadline has passed, or whoever asked is gone."""
 
 
+class UnfitFlagsError(ValueError):
+    """vLLM does not take this model with these flags; the message is vLLM's."""
+
+
 class Engine:
     """vLLM, loaded. Collective over its workers in every method."""
 
     def __init__(self, config: ServerConfig):
         """Load the model, with its weights unless --await-sync.
 
-        Raises ValueError where the folder's manifest does not fit its tensors, and whatever vLLM raises.
+        Raises UnfitFlagsError where vLLM refuses the model with these flags, ValueError where the folder's manifest does
+        not fit its tensors, and whatever vLLM raises while it loads.
         """
         self.config, self.on_cpu = config, current_platform.is_cpu()
         version, checksums = None, {}
         if not config.await_sync:
             version, checksums = read_start(config.model, config.weight_version or 0)
         arguments = config.engine_arguments(on_cpu=self.on_cpu)
-        vllm_config = EngineArgs(**arguments).create_engine_config()
+        try:
+            vllm_config = EngineArgs(**arguments).create_engine_config()
+        except ValueError as error:
+            raise UnfitFlagsError(str(error)) from error
         if self.on_cpu:
             # vLLM spawns a CPU's workers, for the sake of thread binding, which is off here; forked ones need not import
             # everything again. This process has started no compute thread yet.

@@ -129,16 +129,40 @@ class ServerConfig:
         return arguments
 
 
+def read_model_config(model: str) -> dict[str, Any]:
+    """A model's config.json. Raises ValueError where the folder has none that reads."""
+    try:
+        return json.loads((Path(model) / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {model}: config.json does not read: {error}") from None
+
+
+def check_ranks(config: ServerConfig) -> None:
+    """Raise ValueError, naming the flags, where the model cannot be cut over the ranks, as vLLM cuts it.
+
+    A tensor parallel rank has whole attention heads, and whole key and value heads or a copy of one (MLA has no such
+    heads); a pipeline parallel rank has at least a layer.
+    """
+    whole = read_model_config(config.model)
+    model, tensor, pipeline = whole.get("text_config", whole), config.tensor_parallel_size, config.pipeline_parallel_size
+    heads, kv_heads, layers = (model.get(f"num_{name}") for name in ("attention_heads", "key_value_heads", "hidden_layers"))
+    if heads and heads % tensor:
+        raise ValueError(f"--tensor-parallel-size {tensor}: it must divide the {heads} attention heads of --model {config.model}")
+    if kv_heads and "kv_lora_rank" not in model and kv_heads % tensor and tensor % kv_heads:
+        raise ValueError(
+            f"--tensor-parallel-size {tensor}: it must divide the {kv_heads} key and value heads of --model {config.model}, "
+            "or be a multiple of them"
+        )
+    if layers and layers < pipeline:
+        raise ValueError(f"--pipeline-parallel-size {pipeline}: --model {config.model} has {layers} layers")
+
+
 def read_dtype(model: str) -> str:
     """The dtype that a model's config.json names; vLLM's own "auto" would compute a float32 model in bfloat16.
 
     Raises ValueError where the folder has no config.json, or one that names none.
     """
-    path = Path(model) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {model}: config.json does not read: {error}") from None
+    config = read_model_config(model)
     text = config.get("text_config", config)
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
     if dtype not in ("float32", "bfloat16", "float16"):
@@ -147,7 +171,10 @@ def read_dtype(model: str) -> str:
 
 
 def parse_config(argv: list[str] | None = None) -> ServerConfig:
-    """The command line as a config; exits with 2 and a sentence where it cannot be run."""
+    """The command line as a config; exits with 2 and a sentence where it cannot be run.
+
+    The model's folder need not be there yet; where it is, its sizes are held against the ranks.
+    """
     parser = argparse.ArgumentParser(prog="vllm_server", description=__doc__.splitlines()[0], allow_abbrev=False)
     texts = _field_texts()
     for field in fields(ServerConfig):
@@ -164,7 +191,10 @@ def parse_config(argv: list[str] | None = None) -> ServerConfig:
             default=None if required else field.default, help=texts[field.name].replace("%", "%%"),
         )
     try:
-        return ServerConfig(**vars(parser.parse_args(argv)))
+        config = ServerConfig(**vars(parser.parse_args(argv)))
+        if Path(config.model).exists():
+            check_ranks(config)
+        return config
     except ValueError as error:
         parser.error(str(error))
 

@@ -22,6 +22,7 @@ from longstraw.rollout.topology.command import Command
 from longstraw.rollout.topology.devices import choose_devices
 from longstraw.rollout.topology.run import LOOPBACK, Site
 from longstraw.rollout.vllm_client.process import find_vllm_python, server_environment
+from longstraw.rollout.vllm_server.flags import parse_config as parse_server_flags
 from megatron.grpo.topology.config import SwitchConfig
 from megatron.grpo.topology.disk import choose_start
 
@@ -44,6 +45,19 @@ def check_flags(flags: Sequence[str], owned: Sequence[str], of: str) -> None:
     taken = sorted({word.split("=")[0] for word in flags} & set(owned))
     if taken:
         raise ValueError(f"{', '.join(taken)} among the flags of the {of}: the switcher sets {'them' if len(taken) > 1 else 'it'}")
+
+
+def check_server_flags(config: SwitchConfig, flags: Sequence[str]) -> None:
+    """End with status 2 and the server's own sentence where it would refuse its flags, or the ranks for --model."""
+    parse_server_flags([*_list_layout(config), "--model", config.model, "--ready-file", "-", *flags])
+
+
+def _list_layout(config: SwitchConfig) -> list[str]:
+    """The server's flags of its ranks."""
+    return [
+        "--tensor-parallel-size", str(config.rollout_tensor_parallel_size),
+        "--pipeline-parallel-size", str(config.rollout_pipeline_parallel_size),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +127,7 @@ class Commands:
         config, environment = self.config, server_environment()
         folder, whole = choose_start(config.weights, Path(config.model), step - 1)
         flags = ["--model", folder.resolve(), *([] if whole else ["--await-sync"])]
-        flags += ["--tensor-parallel-size", config.rollout_tensor_parallel_size]
-        flags += ["--pipeline-parallel-size", config.rollout_pipeline_parallel_size]
+        flags += _list_layout(config)
         flags += ["--bind-address", self.site.address if config.uses_ray else LOOPBACK]
         if config.uses_ray:
             flags += ["--distributed-executor-backend", "ray"]

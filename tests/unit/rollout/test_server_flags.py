@@ -55,6 +55,29 @@ def test_what_cannot_be_run_is_refused(text, message, capsys):
     assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
+SIZES = {"dtype": "float32", "num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 30}
+
+
+@pytest.mark.parametrize("sizes, flags, message", [
+    ({}, "--tensor-parallel-size 2", "--tensor-parallel-size 2: it must divide the 9 attention heads of --model"),
+    ({"num_attention_heads": 18}, "--tensor-parallel-size 2", "must divide the 3 key and value heads"),
+    ({}, "--pipeline-parallel-size 31", "--pipeline-parallel-size 31: --model"),
+    ({}, "--tensor-parallel-size 3 --pipeline-parallel-size 30", ""),
+    ({}, "--tensor-parallel-size 9", ""),  # each key and value head on three ranks
+    ({"num_attention_heads": 8, "kv_lora_rank": 512}, "--tensor-parallel-size 8", ""),  # one latent, on every rank
+])
+@pytest.mark.parametrize("nested", [False, True])
+def test_ranks_that_the_model_cannot_be_cut_over_are_refused(model, sizes, flags, message, nested, capsys):
+    content = SIZES | sizes
+    (model / "config.json").write_text(json.dumps({"text_config": content} if nested else content))
+    if not message:
+        assert parse(f"--model {model} {flags}").model == str(model)
+        return
+    with pytest.raises(SystemExit) as caught:
+        parse(f"--model {model} {flags}")
+    assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_every_flag_has_its_help(capsys):
     with pytest.raises(SystemExit):
         parse("--help")

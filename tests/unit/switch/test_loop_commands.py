@@ -111,6 +111,17 @@ def test_a_programs_own_flags_are_left_to_the_switcher():
         check_flags(["--owner-pid", "1"], SERVER_OWNED, "engine")
 
 
+def test_what_the_engine_would_refuse_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 30}')
+    run = ["--run-dir", f"{tmp_path}/run", "--model", str(tmp_path), "--train-iters", "1", "--nproc-per-node", "2"]
+    for words, message in (
+        (["--rollout-tensor-parallel-size", "2"], "--tensor-parallel-size 2: it must divide the 9 attention heads"),
+        (["--", "--lr", "1", "--", "--kv-cache-gib", "0"], "--kv-cache-gib must be above 0"),
+    ):
+        done = run_tool(*run, *words)
+        assert done.returncode == 2 and message in done.stderr and not (tmp_path / "run").exists()
+
+
 def write_version(weights: Path, version: int, kind: str = "full", base: int | None = None, **fields) -> Path:
     folder = version_folder(weights, version)
     folder.mkdir(parents=True)
