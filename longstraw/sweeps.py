@@ -12,6 +12,7 @@ Left out: rewards, old log-probabilities, the optimizer (see `longstraw.transact
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -102,6 +103,9 @@ class ReplayEngine:
         self.adapters = [*self.mixers, *self.routers]
         self.lockstep = Lockstep(model.pg_collection.ep, self.cp, current_device())
         self.ledger = Ledger()
+        self.phase: Callable[[str], AbstractContextManager] = nullcontext
+        """Told of what runs: `capture` (a prompt forward), `score` (responses forward), `responses` (their scores and replay) and
+        `prompt_reverse`."""
         self.auxiliary_loss = 0.0
         """This rank's share of the losses that layers added in replays so far (the indexer's); the caller sets it back."""
         self.policy = StatePolicy(
@@ -212,11 +216,12 @@ class ReplayEngine:
         Returns its state, and the log-probabilities of its targets [B, S], equal on every rank (None without targets).
         """
         state, logprobs = self.open_segment(segment, parent, constant=constant), []
-        for block in range(len(state.plan)):
-            hidden = self.run_forward(segment, state, block)
-            if segment.targets is not None:
-                own = self._logprobs(segment, state, block, hidden)
-                logprobs.append(gather_tokens(own, state.plan[block]))
+        with self.phase("capture" if segment.captures_only else "score"):
+            for block in range(len(state.plan)):
+                hidden = self.run_forward(segment, state, block)
+                if segment.targets is not None:
+                    own = self._logprobs(segment, state, block, hidden)
+                    logprobs.append(gather_tokens(own, state.plan[block]))
         return state, torch.cat(logprobs, 1) if logprobs else None
 
     def capture_boundaries(self, segment: Segment, parent: SegmentState | None, *, constant: bool) -> SegmentState:
@@ -243,10 +248,11 @@ class ReplayEngine:
         The loss is this rank's share.
         """
         total = 0.0
-        if len(state.plan) > 1:
-            self.prepare_adjoints(state)
-        for block in reversed(range(len(state.plan))):
-            total += self._reverse_block(segment, state, block)
+        with self.phase("prompt_reverse" if segment.captures_only else "responses"):
+            if len(state.plan) > 1:
+                self.prepare_adjoints(state)
+            for block in reversed(range(len(state.plan))):
+                total += self._reverse_block(segment, state, block)
         return total
 
     def score_and_replay(
@@ -260,21 +266,22 @@ class ReplayEngine:
         """
         if segment.children:
             raise ValueError(f"segment {segment.name} has children: run its forward and reverse sweep around theirs")
-        state, logprobs = self.open_segment(segment, parent), []
-        last = len(state.plan) - 1
-        for block in range(last):
-            own = self._logprobs(segment, state, block, self.run_forward(segment, state, block)).detach()
-            logprobs.append(gather_tokens(own, state.plan[block]))
-        if last:
-            self.prepare_adjoints(state)
-        hidden, runs = self._run_block(segment, state, last, replay=True)
-        own = self._logprobs(segment, state, last, hidden)
-        logprobs.append(gather_tokens(own, state.plan[last]))
-        segment.loss = make_loss(torch.cat(logprobs, 1))
-        total = self._differentiate_block(segment, state, last, runs, own)
-        del hidden, runs, own
-        for block in reversed(range(last)):
-            total += self._reverse_block(segment, state, block)
+        with self.phase("responses"):
+            state, logprobs = self.open_segment(segment, parent), []
+            last = len(state.plan) - 1
+            for block in range(last):
+                own = self._logprobs(segment, state, block, self.run_forward(segment, state, block)).detach()
+                logprobs.append(gather_tokens(own, state.plan[block]))
+            if last:
+                self.prepare_adjoints(state)
+            hidden, runs = self._run_block(segment, state, last, replay=True)
+            own = self._logprobs(segment, state, last, hidden)
+            logprobs.append(gather_tokens(own, state.plan[last]))
+            segment.loss = make_loss(torch.cat(logprobs, 1))
+            total = self._differentiate_block(segment, state, last, runs, own)
+            del hidden, runs, own
+            for block in reversed(range(last)):
+                total += self._reverse_block(segment, state, block)
         return total
 
     def _reverse_block(self, segment: Segment, state: SegmentState, block: int) -> float:

@@ -9,8 +9,7 @@ on host tensors move there.
 An operation takes the longest of its operations, its traffic and a launch, on each machine of the hardware table; the time
 goes to the row that it is longest in.
 
-Collectives count by group, operation and phase: calls, and the bytes of the rank's larger buffer (what is gathered, or what is
-reduced, scattered or exchanged).
+Collectives count by group, operation and phase, as `longstraw.exchanges` tells of them.
 
 What ran once and stands for n pieces counts n times (`standing_for`).
 
@@ -23,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed._tools.fake_collectives import CollectiveOp
 from torch.utils.flop_counter import flop_registry
 
 from longstraw.dry_run.fused_ops import CHUNK
@@ -192,19 +190,13 @@ class OperationCounter:
         """Count bytes to the device, or out of it."""
         self._counts.copied["out" if out else "in"] += self._times * size
 
-    def see_exchange(self, func, args) -> None:
-        """Count one collective."""
-        name = func._schema.name.partition("::")[2].strip("_")
-        if name in ("barrier", "monitored_barrier"):
-            return
-        group = CollectiveOp.get_process_group(func, args) if func in _WITH_GROUP else None
+    def see_exchange(self, group, operation: str, size: int) -> None:
+        """Count one collective, as `longstraw.exchanges` tells of it."""
         label, span = self.name_group(group)
         self.spans[label] = span
-        found, operation = self._counts.collectives, _NAMES.get(name, name)
+        found = self._counts.collectives
         found[label, operation, "calls"] += self._times
-        found[label, operation, "bytes"] += self._times * max(
-            (_bytes((item,)) for item in args if isinstance(item, (torch.Tensor, list))), default=0
-        )
+        found[label, operation, "bytes"] += self._times * size
 
 
 def _rates(hardware: Hardware) -> dict[str, float]:
@@ -221,14 +213,6 @@ _RATES = {name: _rates(hardware) for name, hardware in HARDWARE.items()}
 
 _OVERWRITE = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor}
 """They do not read what they write to."""
-
-_WITH_GROUP = CollectiveOp.PG_ARG_1 | CollectiveOp.PG_ARG_2
-_NAMES = {
-    "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce", "allgather_base": "all_gather", "allgather": "all_gather",
-    "reduce_scatter_base": "reduce_scatter", "alltoall_base": "all_to_all", "alltoall": "all_to_all",
-    "allgather_into_tensor_coalesced": "all_gather", "reduce_scatter_tensor_coalesced": "reduce_scatter",
-}
-
 
 def _makes_something(func) -> bool:
     """Whether an operation reads and writes memory: it is no view of its arguments."""

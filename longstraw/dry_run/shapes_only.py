@@ -102,8 +102,6 @@ class ShapesOnly(MemoryTracker):
             return func(*args, **kwargs)
         if kind == "makes":
             return self._make(func, args, kwargs)
-        if kind == "exchange" and self.counter is not None:
-            self.counter.see_exchange(func, args)
         unreal, host = self._look_at(args)
         if kwargs:
             more = self._look_at(kwargs.values())

@@ -49,7 +49,7 @@ class MemoryTracker(TorchDispatchMode):
     """`with MemoryTracker() as tracker:`; then `tracker.phases[name][place]` is that phase's Peak.
 
     Phases follow one another; one inside another interrupts it. `live` is {place: {category: bytes}} as it stands when the
-    last phase ended. counter: is told of collectives; under `ShapesOnly` of all operations.
+    last phase ended. counter: under `ShapesOnly` is told of all operations.
     """
 
     def __init__(self):
@@ -111,8 +111,6 @@ class MemoryTracker(TorchDispatchMode):
 
     def perform(self, func, args: tuple, kwargs: dict):
         """The operation's results; `ShapesOnly` has another way."""
-        if func.namespace == "c10d" and self.counter is not None:
-            self.counter.see_exchange(func, args)
         return func(*args, **kwargs)
 
     def see(self, tree) -> None:

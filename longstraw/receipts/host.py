@@ -1,8 +1,9 @@
-"""What this host has to give, now.
+"""What this host has to give, and what this process has of it, now.
 
-Left out: device memory (`longstraw.memory_meter` reads its peak).
+Left out: device memory (`longstraw.memory_meter` reads it).
 """
 
+import resource
 from pathlib import Path
 
 import psutil
@@ -15,3 +16,8 @@ def read_free_host_bytes() -> int:
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
         free = min(free, int(text) - int(used.read_text()))
     return max(free, 0)
+
+
+def read_resident_bytes() -> int:
+    """Bytes of this process that are in memory, libraries included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

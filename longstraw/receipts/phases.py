@@ -1,6 +1,7 @@
 """How long each phase of a step takes: capture, score, replay and so on.
 
-Left out: nested phases (each second belongs to one phase) and devices (give `synchronize` where work is asynchronous).
+A phase inside another interrupts it: each second belongs to one phase, the innermost. Left out: devices (give `synchronize`
+where work is asynchronous).
 """
 
 import time
@@ -12,31 +13,37 @@ class PhaseClock:
     """Adds up wall-clock seconds by phase.
 
     Args:
-        synchronize: called at both ends of a phase, so that queued device work counts where it was queued; for example
-            torch.cuda.synchronize.
-        on_enter: called with each phase's name as it starts; for example RunConsole.show_phase.
+        synchronize: called wherever one phase gives way to another, so that queued device work counts where it was queued;
+            for example torch.cuda.synchronize.
+        on_switch: called with the name of the phase that runs from now on, None where none does; for example to show it.
     """
 
-    def __init__(self, synchronize: Callable[[], None] | None = None, on_enter: Callable[[str], None] | None = None):
+    def __init__(self, synchronize: Callable[[], None] | None = None, on_switch: Callable[[str | None], None] | None = None):
         self.seconds: dict[str, float] = {}
         self.current: str | None = None
-        self._synchronize, self._on_enter = synchronize, on_enter
+        self._since = 0.0
+        self._synchronize, self._on_switch = synchronize, on_switch
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times what runs inside, also when it raises. Raises ValueError when another phase is running."""
-        if self.current is not None:
-            raise ValueError(f"phase {name} starts inside phase {self.current}")
-        if self._on_enter is not None:
-            self._on_enter(name)
-        if self._synchronize is not None:
-            self._synchronize()
-        self.current = name
-        started = time.perf_counter()
+        """Times what runs inside, also when it raises."""
+        outer = self.current
+        self._finish_queue()
+        self._switch(name)
         try:
             yield
-            if self._synchronize is not None:
-                self._synchronize()
+            self._finish_queue()
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-            self.current = None
+            self._switch(outer)
+
+    def _finish_queue(self) -> None:
+        if self._synchronize is not None:
+            self._synchronize()
+
+    def _switch(self, name: str | None) -> None:
+        now = time.perf_counter()
+        if self.current is not None:
+            self.seconds[self.current] = self.seconds.get(self.current, 0.0) + now - self._since
+        self.current, self._since = name, now
+        if self._on_switch is not None:
+            self._on_switch(name)

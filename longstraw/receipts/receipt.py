@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from longstraw.receipts.schema import build_schema, validate
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Scalar = str | bool | int | float | None
 
@@ -167,17 +167,26 @@ class RankMemory:
     rank: int
     """Global rank."""
     peak_bytes: int
-    """Most bytes held at any moment of the run: on CUDA by the allocator, on a CPU by the process, libraries included."""
+    """Most bytes held at any moment of the run, as `counted` says."""
     categories: dict[str, int]
-    """Bytes of it by category: weights, gradients, optimizer, prompt_state, adjoints, graph and so on."""
+    """Bytes of it by category: weights, gradients, optimizer, reference, prompt_state, adjoints, and where tensors were counted
+    response_state, staging, chunk_graph, logits and buffers."""
+    counted: Literal["allocator", "process", "tensors"] = "process"
+    """What `peak_bytes` and `phases` count: bytes of CUDA's allocator; resident memory of the process, libraries included (on a
+    CPU); or the storages of tensors alone (a dry run, or a step measured to be compared with one)."""
     host_bytes: int = 0
-    """Most bytes of state kept in host memory on purpose (pages, adjoints, masters, reference weights); the categories leave
-    them out where the device is not the host."""
+    """Most bytes kept in host memory on purpose (pages, adjoints, masters, reference weights); `categories` leave them out."""
+    host_categories: dict[str, int] = field(default_factory=dict)
+    """Bytes of `host_bytes` by category."""
     phases: dict[str, int] = field(default_factory=dict)
-    """Most bytes held within each phase, as `peak_bytes` counts them; empty where only the whole was measured."""
+    """Most bytes held within each phase, as `peak_bytes` counts them: of a run those at samples, a few a second and at each
+    change of phase; empty where only the whole was measured."""
 
     def __post_init__(self) -> None:
         _check_counts(self)
+        if sum(self.host_categories.values()) > self.host_bytes:
+            raise ValueError(f"receipt: rank {self.rank}'s host categories sum to {sum(self.host_categories.values())} bytes, "
+                             f"more than {self.host_bytes}")
         if sum(self.categories.values()) > self.peak_bytes:
             raise ValueError(f"receipt: rank {self.rank}'s memory categories sum to {sum(self.categories.values())} bytes, "
                              f"more than its peak of {self.peak_bytes}")
@@ -189,17 +198,32 @@ class RankMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryMoment:
+    """What was held at one moment."""
+
+    seconds: float
+    """Since the step's start, or the run's."""
+    phase: str
+    """That ran."""
+    bytes: int
+    """Held, as the memory's `counted` says."""
+
+    def __post_init__(self) -> None:
+        _check_counts(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CollectiveUse:
     """What one kind of exchange over one group of ranks came to, on rank 0."""
 
     group: str
-    """Ranks that took part: tp, cp, dp, dp_cp, tp_cp, ep, world and so on; of groups over the same ranks the first named."""
+    """Ranks that took part: tp, cp, ep, dp, dp_cp, tp_cp, world and so on; of groups over the same ranks the first of these."""
     operation: str
-    """As torch.distributed calls it: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv, barrier."""
+    """As torch.distributed calls it: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv and so on."""
     calls: int
     """How often."""
     bytes: int
-    """Of this rank's tensors that went in, over all calls."""
+    """Of this rank's larger buffer (what is gathered, or what is reduced, scattered, sent or exchanged), over all calls."""
 
     def __post_init__(self) -> None:
         _check_counts(self)
@@ -241,7 +265,7 @@ class Results:
 class Receipt:
     """One run: what it did, on what, at what cost."""
 
-    schema_version: Literal[2] = SCHEMA_VERSION
+    schema_version: Literal[3] = SCHEMA_VERSION
     """Version of this format."""
     source: Literal["run", "dry_run"] = "run"
     """run: all figures were measured; dry_run: bytes and collectives were counted on fake tensors, seconds estimated."""
@@ -277,14 +301,20 @@ class Receipt:
     state: tuple[ResidentState, ...]
     """Who held which state where."""
     memory: tuple[RankMemory, ...]
-    """Peak memory of each rank."""
+    """Peak memory of each rank; of a dry run, of the one rank that it ran."""
     seconds: dict[str, float]
-    """Wall-clock seconds of rank 0 by phase, over all steps."""
+    """Wall-clock seconds of rank 0 by phase, over all steps: a phase inside another interrupts it. `capture` runs the prompt
+    forward, `responses` scores and replays the responses, `prompt_reverse` differentiates the prompt; what is left of `rollout`
+    samples and rewards. Of a dry run, the estimate for its hardware; empty where there is none."""
     phase_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens of prompts and responses that each phase ran through the model, over all replicas, each counted once however
     often the phase ran it. Only phases that run tokens."""
+    memory_over_time: tuple[MemoryMoment, ...] = ()
+    """What rank 0 held, a few moments of each phase; of a dry run, of the rank that it ran, the peak of each phase at its
+    estimated middle; empty where neither was known."""
     collectives: tuple[CollectiveUse, ...] = ()
-    """Exchanges between ranks by group and operation; empty where they were not counted."""
+    """Exchanges of tensors between ranks by group and operation, of rank 0 (of a dry run, of the rank that it ran): barriers
+    and Python objects are left out."""
     metrics: dict[str, Scalar] = field(default_factory=dict)
     """Of the last step: loss, kl, ratio_mean, ratio_max, clip_fraction, grad_norm and whatever its metrics.jsonl line has."""
     results: Results
@@ -300,7 +330,8 @@ class Receipt:
         if started.tzinfo is None or finished.tzinfo is None or finished < started:
             raise ValueError(f"receipt: started {self.started} and finished {self.finished} need a time zone and this order")
         ranks = [memory.rank for memory in self.memory]
-        if sorted(ranks) != list(range(self.topology.world_size)):
+        foreseen = self.source == "dry_run" and len(ranks) == 1 and 0 <= ranks[0] < self.topology.world_size
+        if not foreseen and sorted(ranks) != list(range(self.topology.world_size)):
             raise ValueError(f"receipt: memory is given for ranks {sorted(ranks)} of {self.topology.world_size}")
         if strangers := {item.rank for item in self.state} - set(ranks):
             raise ValueError(f"receipt: state is given for ranks {sorted(strangers)}, which do not exist")

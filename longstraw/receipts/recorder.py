@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 
 from longstraw.receipts.console import RunConsole, summarize_run
+from longstraw.receipts.host import read_resident_bytes
+from longstraw.receipts.memory_timeline import MemoryTimeline
 from longstraw.receipts.metrics import MetricsWriter, RunLogger, Scalar, open_tensorboard, read_metrics
 from longstraw.receipts.phases import PhaseClock
 from longstraw.receipts.plots import plot_run
@@ -33,23 +35,33 @@ class RunRecorder:
         tensorboard_queue: events held back before they are written.
         wandb: a W&B run to log to, on any one rank.
         synchronize: see `PhaseClock`.
+        held_bytes: what this rank holds now, for the receipt's memory over time.
     """
 
     def __init__(self, directory: str | os.PathLike, *, last_step: int, rank: int = 0, resumed_step: int = 0,
                  tensorboard_folder: str | os.PathLike | None = None, tensorboard_queue: int = 10,
-                 wandb: RunLogger | None = None, synchronize: Callable[[], None] | None = None):
+                 wandb: RunLogger | None = None, synchronize: Callable[[], None] | None = None,
+                 held_bytes: Callable[[], int] = read_resident_bytes):
         self.directory, self.rank = Path(directory), rank
         folder = tensorboard_folder or self.directory / "tensorboard"
         self.board = open_tensorboard(folder, resumed_step, queue_size=tensorboard_queue) if rank == 0 else None
         self.metrics = MetricsWriter(self.directory, rank=rank, resumed_step=resumed_step, tensorboard=self.board, wandb=wandb)
         self.console = RunConsole(last_step, first_step=resumed_step + 1, rank=rank)
-        self.clock = PhaseClock(synchronize, on_enter=self.console.show_phase)
+        self.timeline = MemoryTimeline(held_bytes)
+        self.clock = PhaseClock(synchronize, on_switch=self._switch_phase)
 
     def __enter__(self) -> "RunRecorder":
         self.console.__enter__()
+        self.timeline.__enter__()
         return self
 
+    def _switch_phase(self, name: str | None) -> None:
+        self.timeline.enter(name)
+        if name is not None:
+            self.console.show_phase(name)
+
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.timeline.__exit__(kind, error, trace)
         self.console.__exit__(kind, error, trace)
         self.metrics.close()
         if self.board is not None:

@@ -31,6 +31,10 @@ class ReferencePolicy:
                 held = empty_resident(tuple(weight.shape), weight.dtype, "host", weight.device)
             self._host[name] = held.copy_(weight.detach())
 
+    def count_bytes(self) -> int:
+        """Of the copy, in host memory."""
+        return sum(held.nbytes for held in self._host.values())
+
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """While inside, the model has the reference weights and the host holds the policy's."""

@@ -104,12 +104,11 @@ class LograUpdate:
         self.ddp.zero_grad_buffer()
 
     def count_bytes(self) -> dict[str, int]:
-        """See `WeightUpdate`. "gradients" are sketches and DDP's buffers; "projections" the drawn words of A."""
+        """See `WeightUpdate`. "gradients" are sketches, the drawn words of A, and DDP's buffers."""
         held, rest = self.logra.state_bytes(), self.optimizer.rest
         return {
-            "gradients": count_buffers(self.ddp) + held["sketches"],
+            "gradients": count_buffers(self.ddp) + held["sketches"] + held["projections"],
             "optimizer": held["optimizer"] + (0 if rest is None else count_state(rest, self.ddp.module)),
-            "projections": held["projections"],
         }
 
     def _sum_and_check(self, number: int) -> None:

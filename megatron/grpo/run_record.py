@@ -9,27 +9,34 @@ Every rank tells what it has seen; rank 0 writes. Left out: what the figures mea
 
 import sys
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from longstraw.exchanges import Exchange, ExchangeCounts
 from longstraw.memory_meter import read_peak_bytes
 from longstraw.receipts.collect import checksum_tensors, collect_versions, join_checksums, now_utc, summarize_state
 from longstraw.receipts.compare import STEP_FOLDER
+from longstraw.receipts.memory_timeline import Track
 from longstraw.receipts.metrics import read_metrics
 from longstraw.receipts.receipt import (
-    Check, Model, RankMemory, Receipt, ResidentState, Results, Tokens, Topology, write_receipt,
+    Check, CollectiveUse, Model, RankMemory, Receipt, ResidentState, Results, Tokens, Topology, write_receipt,
 )
 from longstraw.receipts.recorder import RunRecorder
+from megatron.grpo.group_names import name_groups
 from megatron.grpo.rollout_record import describe_rollouts
 from megatron.grpo.run_config import TrainConfig
 from megatron.grpo.sharding import is_expert, partition_dim
 
-MODEL_PHASES = ("rollout", "reference", "replay")
-"""Phases that run every prompt and response of the step through the model; rollout, where this program samples."""
+PHASE_TOKENS = {
+    "capture": ("prompt_tokens",), "decode": ("response_tokens",), "score": ("response_tokens",),
+    "responses": ("response_tokens",), "prompt_reverse": ("prompt_tokens",),
+}
+"""Phase -> the tokens of a step that it runs through the model."""
 
 
 class RunRecord:
@@ -46,6 +53,8 @@ class RunRecord:
         self.seconds: dict[str, float] = {}
         self.counts = dict.fromkeys(("prompts", "responses", "prompt_tokens", "response_tokens", "loss_tokens"), 0)
         self.state: tuple[ResidentState, ...] = ()  # of this rank, at the run's fullest moment
+        self.exchanges = ExchangeCounts(name_groups(groups))  # of this rank; whoever runs the steps has it watch them
+        self.exchanged: dict[tuple[str, str], Exchange] = {}
         self.peak_bytes = 0
         if dist.get_rank() == 0:
             _forget_steps_after(Path(args.output_dir), done)
@@ -60,13 +69,15 @@ class RunRecord:
         self.peak_bytes = max(self.peak_bytes, peak)
         seconds, before, self.seconds = dict(self.recorder.clock.seconds), self.seconds, dict(self.recorder.clock.seconds)
         seconds = {name: value - before.get(name, 0.0) for name, value in seconds.items() if value > before.get(name, 0.0)}
+        exchanged, self.exchanged = take_exchanges(self.exchanges, self.exchanged)
         own, counts = self._own_counts(trainer), self.counts
         fresh = {name: value - counts[name] for name, value in own.items()}
         self.counts = own
         weights = checksum_weights(self.model) if self.config.run.weights_checksum == "step" else self.step_weights
         receipt = self._build(
             trainer, first=number, last=number, started=self.step_started, weights=(self.step_weights, weights),
-            counts=fresh, state=state, peak=peak, seconds=seconds, records=[metrics],
+            counts=fresh, state=state, peak=peak, seconds=seconds, records=[metrics], exchanged=exchanged,
+            track=self.recorder.timeline.take_step(),
         )
         self.step_started, self.step_weights = now_utc(), weights
         if receipt is not None:
@@ -79,7 +90,7 @@ class RunRecord:
             trainer, first=self.first_step, last=last_step, started=self.started,
             weights=(self.initial_weights, checksum_weights(self.model)), counts=self._own_counts(trainer),
             state=self.state, peak=max(self.peak_bytes, read_peak_bytes()), seconds=dict(self.recorder.clock.seconds),
-            records=records,
+            records=records, exchanged=self.exchanges.totals, track=self.recorder.timeline.whole,
         )
         if receipt is not None:
             size, group = self.groups.cp.size(), self.config.objective.group_size
@@ -89,16 +100,17 @@ class RunRecord:
     def _build(
         self, trainer, *, first: int, last: int, started: str, weights: tuple[str, str], counts: dict[str, int],
         state: tuple[ResidentState, ...], peak: int, seconds: dict[str, float], records: list[dict],
+        exchanged: dict[tuple[str, str], Exchange], track: Track,
     ) -> Receipt | None:
         """The receipt of steps `first` to `last`, on rank 0. Collective."""
         shares: list = [None] * dist.get_world_size()
-        dist.all_gather_object(shares, (counts, state, peak, count_resident_bytes(trainer, state)))
+        held = count_resident_bytes(trainer, state), count_host_bytes(trainer, state)
+        dist.all_gather_object(shares, (counts, state, peak, *held, track.peaks))
         if dist.get_rank() != 0:
             return None
         metrics, evaluations = records[-1] if records else {}, _evaluations(records)
         totals = {name: sum(share[0][name] for share in shares) for name in counts}
-        ran = totals["prompt_tokens"] + totals["response_tokens"]
-        phases = [name for name in MODEL_PHASES if name != "rollout" or trainer.rollouts.name == "resident"]
+        ran = {phase: sum(totals[name] for name in names) for phase, names in PHASE_TOKENS.items() if phase in seconds}
         args, config = self.args, self.config
         return Receipt(
             command=("megatron.grpo.train", *sys.argv[1:]), seed=args.seed, started=started, finished=now_utc(),
@@ -114,13 +126,14 @@ class RunRecord:
             tokens=Tokens(**totals), state=tuple(item for share in shares for item in share[1]),
             memory=tuple(
                 RankMemory(
-                    rank=rank, peak_bytes=share[2], categories=share[3],
-                    host_bytes=sum(item.bytes for item in share[1] if item.residency == "host"),
+                    rank=rank, peak_bytes=share[2], categories=share[3], host_bytes=sum(share[4].values()),
+                    host_categories=share[4], phases=share[5],
+                    counted="allocator" if torch.cuda.is_available() else "process",
                 )
                 for rank, share in enumerate(shares)
             ),
-            seconds=seconds, phase_tokens={name: ran for name in phases if name in seconds and ran},
-            metrics=metrics,
+            seconds=seconds, phase_tokens={phase: tokens for phase, tokens in ran.items() if tokens},
+            memory_over_time=tuple(track.moments), collectives=describe_exchanges(exchanged), metrics=metrics,
             results=Results(
                 first_step=first, last_step=last, first_eval_reward_mean=evaluations[0] if evaluations else None,
                 last_eval_reward_mean=evaluations[-1] if evaluations else None,
@@ -173,12 +186,48 @@ def checksum_weights(model) -> str:
 
 
 def count_resident_bytes(trainer, state: Sequence[ResidentState]) -> dict[str, int]:
-    """Bytes of this rank by category: what is always there, and the ledger's state at its fullest."""
-    weights = sum(p.numel() * p.element_size() for p in trainer.step.engine.model.parameters())
-    categories = {"weights": weights} | trainer.update.count_bytes()
-    for item in (item for item in state if item.residency == "device"):  # the peak is the device's
-        categories[item.kind] = categories.get(item.kind, 0) + item.bytes
-    return categories
+    """Bytes of this rank by category (`longstraw.memory_scopes`): what is always there, and the ledger's state at its fullest."""
+    categories = {"weights": sum(p.numel() * p.element_size() for p in trainer.step.engine.model.parameters())}
+    categories |= trainer.update.count_bytes()
+    return categories | count_state_bytes(state, "device")  # the peak is the device's
+
+
+def count_host_bytes(trainer, state: Sequence[ResidentState]) -> dict[str, int]:
+    """What this rank keeps in host memory on purpose, by category."""
+    reference = trainer.step.reference
+    return count_state_bytes(state, "host") | ({} if reference is None else {"reference": reference.count_bytes()})
+
+
+def count_state_bytes(state: Sequence[ResidentState], residency: str) -> dict[str, int]:
+    """Bytes by category of the state that lies there."""
+    found: Counter[str] = Counter()
+    for item in state:
+        if item.residency == residency:
+            found[state_class(item.kind)] += item.bytes
+    return dict(found)
+
+
+def state_class(kind: str) -> str:
+    """The category of a class of the prompt's state, as the ledger names it."""
+    return "staging" if kind.startswith("staged") else "adjoints" if kind.endswith("_adjoint") else "prompt_state"
+
+
+def take_exchanges(
+    counts: ExchangeCounts, before: dict[tuple[str, str], Exchange]
+) -> tuple[dict[tuple[str, str], Exchange], dict[tuple[str, str], Exchange]]:
+    """What has been exchanged since `before`, and what has been up to now."""
+    now = {key: replace(total) for key, total in counts.totals.items()}
+    earlier = {key: before.get(key, Exchange()) for key in now}
+    fresh = {key: Exchange(now[key].calls - one.calls, now[key].bytes - one.bytes) for key, one in earlier.items()}
+    return {key: one for key, one in fresh.items() if one.calls}, now
+
+
+def describe_exchanges(exchanged: dict[tuple[str, str], Exchange]) -> tuple[CollectiveUse, ...]:
+    """As a receipt has them."""
+    return tuple(
+        CollectiveUse(group=group, operation=operation, calls=round(use.calls), bytes=round(use.bytes))
+        for (group, operation), use in sorted(exchanged.items())
+    )
 
 
 def count_parameters(model, groups) -> int:

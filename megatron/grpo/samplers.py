@@ -88,11 +88,12 @@ class ResidentSampler:
         tokens = torch.tensor([prompt.token_ids], device=self.device)
         state = self.step.capture(tokens)
         generator = torch.Generator().manual_seed(derive_seed(self.seed, prompt.prompt_id, *draw))
-        samples = decode_group(
-            self.step.engine, tokens, state, group_size=group_size, config=self.sampling, stop_ids=self.stop_ids,
-            generator=generator, prompt_id=prompt.prompt_id, weight_version=version, num_tokens=self.num_tokens,
-            record_routes=self.record_routes,
-        )
+        with self.step.engine.phase("decode"):
+            samples = decode_group(
+                self.step.engine, tokens, state, group_size=group_size, config=self.sampling, stop_ids=self.stop_ids,
+                generator=generator, prompt_id=prompt.prompt_id, weight_version=version, num_tokens=self.num_tokens,
+                record_routes=self.record_routes,
+            )
         return PromptGroup(prompt.prompt_id, tokens, samples, state=state if keep_state else None)
 
     def finish(self) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.training import get_wandb_writer
 
+from longstraw.exchanges import watch_exchanges
 from longstraw.objectives.advantages import RewardBaseline, UniformGroupsError
 from longstraw.patches.device import current_device
 from longstraw.prompt_state.capacity import explain_shortage
@@ -120,7 +121,9 @@ def run(args, config) -> None:
     recorder = RunRecorder(
         args.output_dir, last_step=args.train_iters, rank=dist.get_rank(), resumed_step=done,
         tensorboard_folder=args.tensorboard_dir, tensorboard_queue=args.tensorboard_queue_size, wandb=get_wandb_writer(),
+        **({"synchronize": torch.cuda.synchronize, "held_bytes": torch.cuda.memory_allocated} if device.type == "cuda" else {}),
     )
+    engine.phase = recorder.clock.phase
     write_arguments(args)
     record = RunRecord(args, config, model, groups, recorder, done=done)
 
@@ -132,7 +135,7 @@ def run(args, config) -> None:
             )
 
     try:
-        with recorder:
+        with recorder, watch_exchanges(record.exchanges.add):
             trainer = Trainer(
                 args=args, config=config, groups=groups, update=update, step=step, rollouts=parts.source,
                 scorer=parts.scorer, sampler=parts.resident,

@@ -118,8 +118,18 @@ def check_step_receipts(folder: Path, whole: dict, records: list[dict]) -> None:
     for name, total in whole["tokens"].items():
         assert sum(step["tokens"][name] for step in steps) == total > 0, name
     assert abs(sum(step["seconds"]["replay"] for step in steps) - whole["seconds"]["replay"]) < 1e-6
+    for use in whole["collectives"]:
+        group, operation = use["group"], use["operation"]
+        of_steps = sum(u["calls"] for s in steps for u in s["collectives"] if (u["group"], u["operation"]) == (group, operation))
+        assert of_steps <= use["calls"] <= of_steps + 5, use  # after the last step: whether to end, and the save
     for step, record in zip(steps, records):
-        assert step["metrics"] == record and step["phase_tokens"]["replay"] > step["tokens"]["prompt_tokens"]
+        assert step["metrics"] == record and step["phase_tokens"]["prompt_reverse"] == step["tokens"]["prompt_tokens"]
+        uses = {(use["group"], use["operation"]): use for use in step["collectives"]}
+        assert uses["cp", "all_to_all"]["bytes"] > 0 and uses["cp", "all_reduce"]["calls"] > 0, uses
+        for memory in step["memory"]:
+            assert memory["phases"].keys() >= {"capture", "responses", "prompt_reverse", "commit"}, memory
+            assert memory["categories"].keys() == {"weights", "gradients", "optimizer", "prompt_state", "adjoints"}, memory
+        assert {moment["phase"] for moment in step["memory_over_time"]} >= {"capture", "prompt_reverse"}
         assert step["state"] and all(check["passed"] for check in step["checks"]) and len(step["checks"]) == 3
 
 

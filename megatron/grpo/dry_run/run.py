@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from unittest import mock
 
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import common, gdn
 
@@ -19,11 +18,13 @@ from longstraw.dry_run.kernels import gpu_kernels
 from longstraw.dry_run.shapes_only import ShapesOnly
 from longstraw.dry_run.tracker import MemoryTracker
 from longstraw.dry_run.watch import Watch
+from longstraw.exchanges import watch_exchanges
 from longstraw.patches.device import install_cpu_device_layer
 from longstraw.patches.gloo_device import share_gloo_device
 from longstraw.patches.process_groups import initialize_groups, seed_model_parallel
 from megatron.grpo import model_setup
 from megatron.grpo.dry_run.parts import Lengths, build_parts, build_trainer, claim_state
+from megatron.grpo.group_names import list_ranks, name_groups
 from megatron.grpo.initialize import join_world
 from megatron.grpo.run_config import TrainConfig
 
@@ -85,20 +86,15 @@ def gpu_model(tracker: MemoryTracker) -> Iterator[None]:
         yield
 
 
-def name_groups(groups: ProcessGroupCollection) -> Callable[[object], tuple[str, GroupSpan]]:
-    """A process group -> what it is called (tp, cp, ep and so on, the first where several have the same ranks), its span."""
-    names: dict[tuple, str] = {}
-    for name in ("tp", "cp", "ep", "dp", "dp_cp", "tp_cp", "expt_dp", "expt_tp", "tp_ep", "mp"):
-        group = getattr(groups, name, None)
-        if group is not None:
-            names.setdefault(tuple(dist.get_process_group_ranks(group)), name)
+def name_spans(groups: ProcessGroupCollection) -> Callable[[object], tuple[str, GroupSpan]]:
+    """A process group -> what it is called, and its span."""
+    name_of = name_groups(groups)
 
-    def name_of(group) -> tuple[str, GroupSpan]:
-        ranks = tuple(range(dist.get_world_size())) if group is None else tuple(dist.get_process_group_ranks(group))
-        name = names.get(ranks, "world" if len(ranks) == dist.get_world_size() else f"{len(ranks)} ranks")
-        return name, GroupSpan(len(ranks), len({rank // RANKS_OF_A_NODE for rank in ranks}))
+    def name_span(group) -> tuple[str, GroupSpan]:
+        ranks = list_ranks(group)
+        return name_of(group), GroupSpan(len(ranks), len({rank // RANKS_OF_A_NODE for rank in ranks}))
 
-    return name_of
+    return name_span
 
 
 def _run_step(args: Namespace, config: TrainConfig, settings: RunSettings, tracker: MemoryTracker) -> Watch:
@@ -107,10 +103,10 @@ def _run_step(args: Namespace, config: TrainConfig, settings: RunSettings, track
         expert_parallel=args.expert_model_parallel_size,
     )
     seed_model_parallel(args.seed)
-    tracker.counter = OperationCounter(name_groups(groups))
+    tracker.counter = OperationCounter(name_spans(groups))
     watch = Watch(tracker)
     share = -(-config.data.prompts_per_step // groups.dp.size())
-    with watch.tracker:
+    with watch.tracker, watch_exchanges(tracker.counter.see_exchange):
         with watch.phase("build"):
             parts = build_parts(args, config, groups, watch, every_block=settings.every_block)
             trainer = build_trainer(parts, settings.lengths, watch, prompts=share, decodes=settings.decodes)

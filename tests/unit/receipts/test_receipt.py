@@ -46,7 +46,7 @@ def test_the_schema_file_is_up_to_date():
 @pytest.mark.parametrize("spoil, message", [
     (lambda r: r.pop("semantics"), "the document lacks semantics"),
     (lambda r: r.update(semantics="mostly"), "semantics is 'mostly', not one of 'exact'"),
-    (lambda r: r.update(schema_version=1), "schema_version is 1, not 2"),
+    (lambda r: r.update(schema_version=1), "schema_version is 1, not 3"),
     (lambda r: r.update(surprise=1), "the document has surprise"),
     (lambda r: r["memory"][1].update(peak_bytes="much"), r"memory\[1\].peak_bytes is 'much'"),
     (lambda r: r["memory"][0]["categories"].update(graph=1.5), r"memory\[0\].categories.graph"),

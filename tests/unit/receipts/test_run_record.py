@@ -33,23 +33,28 @@ def read_png_size(path) -> tuple[int, int]:
 
 def test_phases_add_up_also_when_one_raises():
     seen, synchronized = [], []
-    clock = PhaseClock(lambda: synchronized.append(1), on_enter=seen.append)
+    clock = PhaseClock(lambda: synchronized.append(1), on_switch=seen.append)
     for _ in range(2):
         with clock.phase("replay"):
             time.sleep(0.02)
     with pytest.raises(RuntimeError), clock.phase("commit"):
         raise RuntimeError
-    assert seen == ["replay", "replay", "commit"] and set(clock.seconds) == {"replay", "commit"}
+    assert seen == ["replay", None, "replay", None, "commit", None] and set(clock.seconds) == {"replay", "commit"}
     assert 0.04 <= clock.seconds["replay"] < 1 and clock.current is None
     assert len(synchronized) == 5, "both ends of each whole phase; only the start of one that raised"
 
 
-def test_a_phase_inside_a_phase_is_refused():
-    clock = PhaseClock()
-    with pytest.raises(ValueError, match="phase score starts inside phase replay"), clock.phase("replay"), clock.phase("score"):
-        pass
-    with clock.phase("score"):
-        pass
+def test_a_phase_inside_a_phase_interrupts_it():
+    seen = []
+    clock = PhaseClock(on_switch=seen.append)
+    started = time.perf_counter()
+    with clock.phase("replay"), pytest.raises(RuntimeError), clock.phase("responses"):
+        time.sleep(0.05)
+        raise RuntimeError
+    whole = time.perf_counter() - started
+    assert seen == ["replay", "responses", "replay", None]
+    assert clock.seconds["responses"] >= 0.05 > clock.seconds["replay"]
+    assert sum(clock.seconds.values()) == pytest.approx(whole, abs=0.01)
 
 
 def test_off_a_terminal_a_step_is_one_plain_line():
