@@ -80,10 +80,27 @@ def test_a_killed_server_takes_its_workers_along(running):
     assert not ports & listening_ports(psutil.process_iter())
 
 
-def test_a_killed_worker_takes_the_server_along(start_server, versions):
-    """An engine that has lost a rank is no engine: it ends, and says so by its exit code."""
+@pytest.fixture
+def stages(start_server, versions):
+    """Two ranks with half of the layers each, that take prompts 64 tokens at a time."""
     folder = version_folder(versions / "full", 0)
-    running = start_server("--model", str(folder), "--await-sync", "--tensor-parallel-size", "2")
+    flags = ["--pipeline-parallel-size", "2", "--max-num-batched-tokens", "64"]
+    return start_server("--model", str(folder), "--await-sync", *flags)
+
+
+def test_two_stages_prompts_in_pieces_and_a_killed_worker(stages, versions):
+    """A prompt's passes leave no mark on its samples: the second answer finds most of the prompt cached, and is the first.
+
+    An engine that has lost a rank is no engine: it ends, and says so by its exit code.
+    """
+    running, engine = stages, stages.engine
+    for kind in ("full", "delta"):
+        engine.follow(versions / kind, 2)
+        pieces, cached = ask(engine, 2), ask(engine, 2)
+        assert [one.token_ids for one in pieces] == [one.token_ids for one in cached]
+        for samples in (pieces, cached):
+            assert largest_difference(version_folder(versions / "full", 2), PROMPT, samples, temperature=0.7) <= BAR
+        engine.sleep()
     workers = [p for p in psutil.Process(running.server.process.pid).children(recursive=True) if "Worker" in p.name()]
     assert len(workers) == 2, workers
     shared = list_shared_files(workers)

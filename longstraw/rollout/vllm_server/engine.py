@@ -60,8 +60,10 @@ class Engine:
         self.engine = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
         if arguments["distributed_executor_backend"] == "mp":
             self._call("follow_server", os.getpid())
-        if config.pipeline_parallel_size > 1:
-            self._call("open_first_step")
+        if self.on_cpu:
+            self._call("rewind_discarded_draws")
+            if config.pipeline_parallel_size > 1:
+                self._call("open_first_step")
         self.weights = HeldWeights(
             self.engine, self._load, dtype=arguments["dtype"], max_lora_rank=config.max_lora_rank, folder=config.model,
             version=version, checksums=checksums,

@@ -8,8 +8,10 @@ Left out: applying an update to weights in place. A CPU engine has repacked them
 updates of bfloat16 weights need the float32 ones; see `longstraw.rollout.host_copy`.
 """
 
+import inspect
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from vllm.distributed.parallel_state import get_pp_group
@@ -35,6 +37,43 @@ class WeightWorker:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
+
+    def rewind_discarded_draws(self) -> None:
+        """Let a prompt be computed in several passes on a CPU, where requests have seeds.
+
+        Each pass draws a token; of all but a prompt's last it is thrown away, and the request's generator is set back, so
+        that its response does not depend on the passes. vLLM does that by an offset, which a CPU's generators do not
+        have. Here the whole state is put back, and vLLM's way is not reached.
+
+        Raises RuntimeError where vLLM's runner is not the one that this is written for.
+        """
+        runner = self.model_runner
+        sample, settle = runner._sample, runner._bookkeeping_sync
+        if "set_offset" not in inspect.getsource(settle) or not hasattr(runner, "discard_request_mask"):
+            raise RuntimeError("this vLLM sets generators back in another way: rewind_discarded_draws has to follow it")
+
+        def discarded():
+            generators = runner.input_batch.generators
+            places = np.nonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs])[0].tolist()
+            return {place: generators[place] for place in places if place in generators}
+
+        def sample_and_rewind(*args, **kwargs):
+            states = [(generator, generator.get_state()) for generator in discarded().values()]
+            output = sample(*args, **kwargs)
+            for generator, state in states:
+                generator.set_state(state)
+            return output
+
+        def settle_without_offsets(*args, **kwargs):
+            aside, generators = discarded(), runner.input_batch.generators
+            for place in aside:
+                del generators[place]
+            try:
+                return settle(*args, **kwargs)
+            finally:
+                generators.update(aside)
+
+        runner._sample, runner._bookkeeping_sync = sample_and_rewind, settle_without_offsets
 
     def load_tensors(self, sources: list[tuple[str, list[str] | None]]) -> dict[str, str]:
         """Load tensors of safetensors files; returns the checksums of those that this rank hashes.
