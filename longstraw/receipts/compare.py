@@ -80,11 +80,16 @@ def differ_in_meaning(receipts: Sequence[Receipt]) -> bool:
     return any(read(receipt) != read(receipts[0]) for _, read in _MEANINGS[:3] for receipt in receipts)
 
 
+_COUNTED = {
+    "allocator": "CUDA's allocator", "process": "the process's resident memory, libraries included", "tensors": "tensors alone",
+}
+
 _MEANINGS: tuple[tuple[str, Callable[[Receipt], object]], ...] = (
     ("gradient semantics", lambda r: r.semantics),
     ("staleness", lambda r: f"{r.staleness.policy}, prompts {r.staleness.prefix_age_steps} and rollouts "
                             f"{r.staleness.rollout_lag_steps} steps old"),
     ("sources", lambda r: {"run": "measured", "dry_run": "foreseen on fake tensors"}[r.source]),
+    ("countings of memory", lambda r: _COUNTED[largest_rank(r).counted]),
     ("models", lambda r: f"{r.model.preset}, {r.model.parameters:,} parameters in {r.model.dtype}"),
     ("starting weights", lambda r: r.model.initial_weights),
     ("numbers of tokens", lambda r: f"{r.tokens.prompts} prompts of {r.tokens.prompt_tokens:,} tokens, "
@@ -116,12 +121,17 @@ def make_rows(receipts: Sequence[Receipt]) -> list[Row]:
              for name in (item.name for item in fields(receipts[0].tokens))]
     rows.append(_number("peak bytes", receipts, lambda r: largest_rank(r).peak_bytes, _bytes))
     rows += _by_name("  ", receipts, lambda r: largest_rank(r).categories, _bytes)
+    rows.append(_text("peak bytes are of", receipts, lambda r: largest_rank(r).counted))
     rows.append(_number("host bytes", receipts, lambda r: max(m.host_bytes for m in r.memory), _bytes))
+    rows += _by_name("  on the host: ", receipts, lambda r: largest_rank(r).host_categories, _bytes)
     rows += _by_name("peak in ", receipts, lambda r: largest_rank(r).phases, _bytes)
     rows.append(_number("seconds", receipts, lambda r: sum(r.seconds.values()), format_seconds))
     rows += _by_name("  ", receipts, lambda r: r.seconds, format_seconds)
+    rows.append(_number("processor seconds", receipts, lambda r: sum(r.processor_seconds.values()) or None, format_seconds))
+    rows += _by_name("  ", receipts, lambda r: r.processor_seconds, format_seconds)
     rows += _by_name("tokens a second in ", receipts, tokens_per_second, "{:,.1f}".format)
-    rows += _by_name("bytes of ", receipts, lambda r: collect_exchanges(r), _bytes)
+    for unit in ("calls", "bytes"):
+        rows += _by_name(f"{unit} of ", receipts, lambda r, unit=unit: collect_exchanges(r, unit), _UNITS[unit])
     rows += _by_name("", receipts, numeric_metrics, "{:.6g}".format)
     rows.append(_text("checks", receipts, describe_checks))
     return rows
@@ -147,9 +157,9 @@ def tokens_per_second(receipt: Receipt) -> dict[str, float]:
             if receipt.seconds.get(name)}
 
 
-def collect_exchanges(receipt: Receipt) -> dict[str, float]:
-    """"operation over group" -> bytes."""
-    return {f"{use.operation} over {use.group}": float(use.bytes) for use in receipt.collectives}
+def collect_exchanges(receipt: Receipt, unit: str) -> dict[str, float]:
+    """"operation over group" -> calls or bytes."""
+    return {f"{use.operation} over {use.group}": float(getattr(use, unit)) for use in receipt.collectives}
 
 
 def numeric_metrics(receipt: Receipt) -> dict[str, float]:
@@ -182,3 +192,6 @@ def _by_name(prefix: str, receipts: Sequence[Receipt], read: Callable[[Receipt],
 
 def _bytes(value: float) -> str:
     return f"{int(value):,} ({format_bytes(int(value))})"
+
+
+_UNITS: dict[str, Callable[[float], str]] = {"calls": "{:,.0f}".format, "bytes": _bytes}

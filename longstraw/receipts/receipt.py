@@ -306,6 +306,9 @@ class Receipt:
     """Wall-clock seconds of rank 0 by phase, over all steps: a phase inside another interrupts it. `capture` runs the prompt
     forward, `responses` scores and replays the responses, `prompt_reverse` differentiates the prompt; what is left of `rollout`
     samples and rewards. Of a dry run, the estimate for its hardware; empty where there is none."""
+    processor_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds that rank 0's process had of processors, all its threads together, by phase: where other work shares them, less
+    than the wall clock's. Empty of a dry run."""
     phase_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens of prompts and responses that each phase ran through the model, over all replicas, each counted once however
     often the phase ran it. Only phases that run tokens."""

@@ -51,6 +51,7 @@ class RunRecord:
         self.started = self.step_started = now_utc()
         self.initial_weights = self.step_weights = checksum_weights(model)
         self.seconds: dict[str, float] = {}
+        self.processor_seconds: dict[str, float] = {}
         self.counts = dict.fromkeys(("prompts", "responses", "prompt_tokens", "response_tokens", "loss_tokens"), 0)
         self.state: tuple[ResidentState, ...] = ()  # of this rank, at the run's fullest moment
         self.exchanges = ExchangeCounts(name_groups(groups))  # of this rank; whoever runs the steps has it watch them
@@ -67,8 +68,9 @@ class RunRecord:
             self.state = state
         peak = read_peak_bytes()
         self.peak_bytes = max(self.peak_bytes, peak)
-        seconds, before, self.seconds = dict(self.recorder.clock.seconds), self.seconds, dict(self.recorder.clock.seconds)
-        seconds = {name: value - before.get(name, 0.0) for name, value in seconds.items() if value > before.get(name, 0.0)}
+        clock = self.recorder.clock
+        seconds, self.seconds = take_seconds(clock.seconds, self.seconds)
+        processor, self.processor_seconds = take_seconds(clock.processor_seconds, self.processor_seconds)
         exchanged, self.exchanged = take_exchanges(self.exchanges, self.exchanged)
         own, counts = self._own_counts(trainer), self.counts
         fresh = {name: value - counts[name] for name, value in own.items()}
@@ -76,8 +78,8 @@ class RunRecord:
         weights = checksum_weights(self.model) if self.config.run.weights_checksum == "step" else self.step_weights
         receipt = self._build(
             trainer, first=number, last=number, started=self.step_started, weights=(self.step_weights, weights),
-            counts=fresh, state=state, peak=peak, seconds=seconds, records=[metrics], exchanged=exchanged,
-            track=self.recorder.timeline.take_step(),
+            counts=fresh, state=state, peak=peak, seconds=seconds, processor=processor, records=[metrics],
+            exchanged=exchanged, track=self.recorder.timeline.take_step(),
         )
         self.step_started, self.step_weights = now_utc(), weights
         if receipt is not None:
@@ -90,7 +92,8 @@ class RunRecord:
             trainer, first=self.first_step, last=last_step, started=self.started,
             weights=(self.initial_weights, checksum_weights(self.model)), counts=self._own_counts(trainer),
             state=self.state, peak=max(self.peak_bytes, read_peak_bytes()), seconds=dict(self.recorder.clock.seconds),
-            records=records, exchanged=self.exchanges.totals, track=self.recorder.timeline.whole,
+            processor=dict(self.recorder.clock.processor_seconds), records=records, exchanged=self.exchanges.totals,
+            track=self.recorder.timeline.whole,
         )
         if receipt is not None:
             size, group = self.groups.cp.size(), self.config.objective.group_size
@@ -99,8 +102,8 @@ class RunRecord:
 
     def _build(
         self, trainer, *, first: int, last: int, started: str, weights: tuple[str, str], counts: dict[str, int],
-        state: tuple[ResidentState, ...], peak: int, seconds: dict[str, float], records: list[dict],
-        exchanged: dict[tuple[str, str], Exchange], track: Track,
+        state: tuple[ResidentState, ...], peak: int, seconds: dict[str, float],
+        processor: dict[str, float], records: list[dict], exchanged: dict[tuple[str, str], Exchange], track: Track,
     ) -> Receipt | None:
         """The receipt of steps `first` to `last`, on rank 0. Collective."""
         shares: list = [None] * dist.get_world_size()
@@ -132,7 +135,8 @@ class RunRecord:
                 )
                 for rank, share in enumerate(shares)
             ),
-            seconds=seconds, phase_tokens={phase: tokens for phase, tokens in ran.items() if tokens},
+            seconds=seconds, processor_seconds=processor,
+            phase_tokens={phase: tokens for phase, tokens in ran.items() if tokens},
             memory_over_time=tuple(track.moments), collectives=describe_exchanges(exchanged), metrics=metrics,
             results=Results(
                 first_step=first, last_step=last, first_eval_reward_mean=evaluations[0] if evaluations else None,
@@ -210,6 +214,12 @@ def count_state_bytes(state: Sequence[ResidentState], residency: str) -> dict[st
 def state_class(kind: str) -> str:
     """The category of a class of the prompt's state, as the ledger names it."""
     return "staging" if kind.startswith("staged") else "adjoints" if kind.endswith("_adjoint") else "prompt_state"
+
+
+def take_seconds(now: dict[str, float], before: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """What phases have taken since `before`, and what they have up to now."""
+    fresh = {name: value - before.get(name, 0.0) for name, value in now.items()}
+    return {name: value for name, value in fresh.items() if value > 0.0}, dict(now)
 
 
 def take_exchanges(
