@@ -15,7 +15,8 @@ cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)  # nproc obeys OpenMP'
 workers=${LONGSTRAW_TEST_WORKERS:-$((cores < 4 ? cores + 1 : 5))}  # one more than cores: some tests wait for processes
 budget=${LONGSTRAW_TEST_SECONDS:-3000}
 scratch=$(mktemp -d)
-trap 'rm -rf -- "$scratch"' EXIT
+setup=
+trap '[ -z "$setup" ] || kill "$setup" 2>/dev/null; rm -rf -- "$scratch"' EXIT
 export LONGSTRAW_TEST_COUNTS=$scratch/counts
 : >"$LONGSTRAW_TEST_COUNTS"
 status=0
@@ -31,14 +32,28 @@ run_part() {
     [ "$part" -eq 0 ] || [ "$part" -eq 5 ] || status=$part
 }
 
+# The real vLLM has an environment of its own, which takes minutes to make once: it is made while other tests run. Where it
+# cannot be made, the tests skip themselves and say so. Paths of other tests alone need none.
+case " $* " in
+    *" tests/vllm"*) vllm=yes ;;
+    *" tests/"*) vllm=no ;;
+    *) vllm=yes ;;
+esac
+if [ "$vllm" = yes ]; then
+    nice -n 10 timeout --kill-after=15 "${LONGSTRAW_VLLM_SETUP_SECONDS:-1200}" "$root/tools/setup_vllm.sh" --cpu \
+        >"$scratch/setup_vllm" 2>&1 &
+    setup=$!
+fi
+
 run_part "not ranks and not vllm" -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
 # Three launches at a time, the longest first (tests/conftest.py): ranks wait for each other, and then the others compute.
 [ "$status" -eq 2 ] || run_part "ranks" -n $((workers < 3 ? workers : 3)) --dist loadfile --no-loadscope-reorder "$@"
-# The real vLLM, in its own environment, which may take minutes to make once. Where it cannot be made, the tests skip
-# themselves and say so.
-timeout --kill-after=15 "${LONGSTRAW_VLLM_SETUP_SECONDS:-1200}" "$root/tools/setup_vllm.sh" --cpu \
-    || echo "tests: vLLM's environment could not be made: tests/vllm IS NOT RUN" >&2
-[ "$status" -eq 2 ] || run_part "vllm" -n 0 "$@"
+if [ "$vllm" = yes ]; then
+    wait "$setup" || echo "tests: vLLM's environment could not be made: tests/vllm IS NOT RUN" >&2
+    setup=
+    cat "$scratch/setup_vllm" >&2
+    [ "$status" -eq 2 ] || run_part "vllm" -n 0 "$@"
+fi
 
 "$python" -I - "$LONGSTRAW_TEST_COUNTS" "$SECONDS" <<'PY' || status=$((status ? status : 5))
 import json, sys

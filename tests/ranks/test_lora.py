@@ -9,7 +9,7 @@ import pytest
 from tests.support.ranks import REPOSITORY, run_on_ranks
 
 
-@pytest.mark.ranks(seconds=60)
+@pytest.mark.ranks(seconds=90)
 @pytest.mark.timeout(600)
 def test_low_rank_pairs(tmp_path):
     make_data = REPOSITORY / "examples" / "recall" / "make_data.py"

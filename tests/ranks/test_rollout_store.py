@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.ranks import REPOSITORY, run_forked, run_on_ranks
 
-pytestmark = [pytest.mark.ranks(seconds=60), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ranks(seconds=90), pytest.mark.timeout(900)]
 
 
 def test_store_and_replay(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from tests.support.two_hosts import NODE_TIMEOUT, explain_absence, hosts, switches  # noqa: F401
 
 pytestmark = [
-    pytest.mark.ranks(seconds=60), pytest.mark.timeout(600),
+    pytest.mark.ranks(seconds=160), pytest.mark.timeout(600),
     pytest.mark.skipif(bool(explain_absence()), reason=f"NOT TESTED: the switcher over two hosts: {explain_absence()}"),
 ]
 
