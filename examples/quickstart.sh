@@ -27,7 +27,7 @@ fi
 if [ ! -e "$made/warm_start/latest_checkpointed_iteration.txt" ]; then
     "$root/tools/launch.sh" --nproc-per-node 2 examples/recall/warm_start.py --output "$made/warm_start" --seed "$seed"
 fi
-case " $* " in *" --output-dir"*) ;; *) rm -rf "$output" ;; esac
+case " $* " in *" --output-dir"* | *" --dry-run "*) ;; *) rm -rf "$output" ;; esac
 exec "$root/tools/launch.sh" --nproc-per-node 2 -m megatron.grpo.train \
     --model-preset tiny-qwen3.6 \
     --context-parallel-size 2 \

@@ -6,7 +6,10 @@
 Flags are the training program's, with the same refusals, and those below. A training script with --dry-run at its end does
 the same. docs/dry_run.md says what is counted, and what a dry run cannot see.
 
-Exit codes: 0, or 2 where flags are refused.
+    tools/dry_run.py ... --fit --host-memory 192GB              # the flags whose device peak is smallest
+    tools/dry_run.py ... --fit prompt --device-memory 90GB      # and those that take the longest prompt
+
+Exit codes: 0, 1 where nothing fits, or 2 where flags are refused.
 """
 
 import os

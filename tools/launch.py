@@ -11,7 +11,8 @@ What it adds to torchrun:
   of the first rank that failed (128 + n for signal n);
 - SIGTERM, SIGINT and SIGHUP reach every rank as SIGTERM, once. The ranks have `--grace-seconds` to finish or roll back
   their step and save; a second signal ends the wait. The exit status is 0 if every rank then ended with 0;
-- nothing that a rank started outlives the launch.
+- nothing that a rank started outlives the launch;
+- a program given --dry-run has one process and no torchrun: it stands for one of the ranks of all machines (WORLD_SIZE).
 
 Left out: restarts (`--max-restarts 0`; a run goes on from its checkpoint) and stopping other machines (`srun
 --kill-on-bad-exit=1` does). Linux only. No torch is imported here.
@@ -231,6 +232,12 @@ class Launch:
         return agent.returncode
 
 
+def start_dry_run(args: argparse.Namespace, command: list[str], environ: dict[str, str]) -> None:
+    """Becomes the program, told how many ranks there would be. Raises ValueError where NNODES is no number."""
+    nodes = read_number(environ, "NNODES") if "NNODES" in environ else 1
+    os.execve(command[0], command, environ | {"WORLD_SIZE": str(args.nproc_per_node * nodes)})
+
+
 def report(text: str) -> None:
     print(f"launch: {text}", file=sys.stderr, flush=True)
 
@@ -274,13 +281,15 @@ def run_ranks(args: argparse.Namespace, command: list[str], environ: dict[str, s
 
 def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
-    gpus = count_gpus(os.environ)
+    gpus, dry = count_gpus(os.environ), "--dry-run" in args.arguments
     args.nproc_per_node = args.nproc_per_node or gpus or 1
-    if 0 < gpus < args.nproc_per_node:
+    if 0 < gpus < args.nproc_per_node and not dry:
         raise ValueError(f"--nproc-per-node {args.nproc_per_node} asks for more ranks than this machine has GPUs ({gpus}); "
                          "set CUDA_VISIBLE_DEVICES= to run on the CPU")
-    environ = choose_environment(os.environ, args.nproc_per_node, gpus, len(os.sched_getaffinity(0)))
+    environ = choose_environment(os.environ, 1 if dry else args.nproc_per_node, gpus, len(os.sched_getaffinity(0)))
     command = [sys.executable, *(["-m"] if args.module else []), args.program, *args.arguments]
+    if dry:
+        start_dry_run(args, command, environ)
     return run_ranks(args, command, environ)
 
 

@@ -3,6 +3,7 @@
 #
 #   NNODES=4 NODE_RANK=<0..3> MASTER_ADDR=<first node> MASTER_PORT=29500 ./examples/glm5.2/train_32gpu.sh
 #   DRY=1 ./examples/glm5.2/train_32gpu.sh      # print what the flags resolve to, on any machine, without GPUs
+#   ./examples/glm5.2/train_32gpu.sh --dry-run  # a rank's memory, exchanges and time, on any machine (docs/dry_run.md)
 #
 # A flag given here comes after the script's own and wins. `train.sbatch` beside this runs it by Slurm.
 #
@@ -83,5 +84,6 @@ if [ "${DRY:-0}" != 0 ]; then
     PYTHONPATH=$root exec "$python" -W ignore tools/show_configuration.py --ranks 32 "${flags[@]}" "$@"
 fi
 export CUDA_DEVICE_MAX_CONNECTIONS=1
+[[ " $* " != *" --dry-run "* ]] || export NNODES=${NNODES:-4}
 exec "$root/tools/launch.sh" --nproc-per-node 8 --grace-seconds "${GRACE_SECONDS:-240}" \
     -m megatron.grpo.train "${flags[@]}" "$@"

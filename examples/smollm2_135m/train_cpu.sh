@@ -14,29 +14,33 @@ cd "$root"
 output=$runs/train
 export_dir=$runs/exported
 
+flags=(
+    --model-preset smollm2-135m
+    --context-parallel-size 2
+    --pretrained-checkpoint "$megatron"
+    --prompt-data "$data/train.jsonl"
+    --eval-data "$data/eval.jsonl"
+    --tokenizer-path "$hf"
+    --reward reasoning_gym
+    --semantics exact
+    --prompt-chunk-size 1024
+    --attention-output-residency host
+    --group-size 8
+    --responses-per-replay 4
+    --prompts-per-step 2
+    --max-response-length 16
+    --train-iters 4
+    --eval-samples 4
+    --lr 1e-5
+    --output-dir "$output"
+    --save "$output/checkpoints"
+    --save-interval 4
+)
+launch=("$root/tools/launch.sh" --nproc-per-node 2 -m megatron.grpo.train "${flags[@]}" "$@")
+case " $* " in *" --dry-run "*) exec "${launch[@]}" ;; esac  # nothing to remove, nothing to export
+
 rm -rf "$output" "$export_dir"
-"$root/tools/launch.sh" --nproc-per-node 2 -m megatron.grpo.train \
-    --model-preset smollm2-135m \
-    --context-parallel-size 2 \
-    --pretrained-checkpoint "$megatron" \
-    --prompt-data "$data/train.jsonl" \
-    --eval-data "$data/eval.jsonl" \
-    --tokenizer-path "$hf" \
-    --reward reasoning_gym \
-    --semantics exact \
-    --prompt-chunk-size 1024 \
-    --attention-output-residency host \
-    --group-size 8 \
-    --responses-per-replay 4 \
-    --prompts-per-step 2 \
-    --max-response-length 16 \
-    --train-iters 4 \
-    --eval-samples 4 \
-    --lr 1e-5 \
-    --output-dir "$output" \
-    --save "$output/checkpoints" \
-    --save-interval 4 \
-    "$@"
+"${launch[@]}"
 
 "$python" tools/convert_checkpoint.py --megatron-to-hf --load "$output/checkpoints" --save "$export_dir" \
     --tokenizer-path "$hf" --model-preset smollm2-135m

@@ -67,6 +67,11 @@ def _walk_chunks(q, k, v, G, beta, state):
     right = torch.cat([v * beta, k * (beta * decay)], -1)
     solved = torch.linalg.solve_triangular(M, right, upper=False, unitriangular=True)
     U, W = solved.split([v.shape[-1], k.shape[-1]], -1)
+    return _pass_state(q, k, U, W, A, decay, to_end, end, state)
+
+
+def _pass_state(q, k, U, W, A, decay, to_end, end, state):
+    """The outputs of all chunks, and the state that passes from one to the next."""
     outputs = []
     for n in range(len(q)):
         X = U[n] - W[n] @ state

@@ -4,12 +4,12 @@ With `gpu_kernels()` open the engine takes the ways that it takes on a GPU: atte
 norm is aten's fused one, products of 16-bit matrices stay 16-bit, and the gated delta rule and the norm of its keys are
 flash-linear-attention's kernels. For what aten has no operation of on a CPU there is one here (`fused_ops`). So neither
 attention by matrix products nor a loop over a delta rule's chunks is ever counted; a way to one of them that is left raises.
-Only a probe's forward-mode derivatives walk over chunks, as they do on a GPU.
+Only a probe's forward-mode derivatives walk over chunks, as they do on a GPU: the first two run and stand for all.
 """
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from unittest import mock
 
 import torch
@@ -44,6 +44,26 @@ _NOT_ON_A_GPU = {
 }
 
 
+def _pass_state_sampled(tracker: MemoryTracker):
+    """Stands for `delta_rule._pass_state`: two chunks run, and the others leave what these leave."""
+    pass_state = delta_rule._pass_state
+
+    def sampled(*args):
+        chunks, counter = len(args[0]), tracker.counter
+        if chunks <= 2:
+            return pass_state(*args)
+        with nullcontext() if counter is None else counter.standing_for(chunks / 2):
+            two, state = pass_state(*(t[:2] for t in args[:-1]), args[-1])
+        tracker.counter = None  # what the others leave has been counted
+        try:
+            outputs = [two[n % 2].clone() for n in range(chunks)]
+        finally:
+            tracker.counter = counter
+        return torch.stack(outputs), state
+
+    return sampled
+
+
 @contextmanager
 def gpu_kernels(tracker: MemoryTracker) -> Iterator[None]:
     """A block in which the engine computes as on a GPU. The model's builder is told elsewhere (`megatron.grpo.dry_run`).
@@ -66,6 +86,7 @@ def gpu_kernels(tracker: MemoryTracker) -> Iterator[None]:
         swap(mock.patch.object(device_kind, "computes_on_cuda", lambda tensor: True))
         swap(mock.patch.object(residency, "copy_across", copy_across))
         swap(mock.patch.object(torch.nn.functional, "rms_norm", fused_rms_norm))
+        swap(mock.patch.object(delta_rule, "_pass_state", _pass_state_sampled(tracker)))
         for module in _holders(delta_rule.chunked_delta_rule):
             if module is not delta_rule:
                 swap(mock.patch.object(module, "chunked_delta_rule", _refuse_chunks))

@@ -20,6 +20,7 @@ from longstraw.adapters.latent_attention import LatentAttentionAdapter
 from longstraw.attention.exchange import gather_tokens
 from longstraw.attention.geometry import AttentionGeometry
 from longstraw.dry_run.watch import Watch
+from longstraw.prompt_state.pages import PageArena
 from longstraw.segments import BlockLoss, Segment, SegmentState
 from longstraw.sweeps import ReplayEngine
 
@@ -140,6 +141,18 @@ class SampledEngine(ReplayEngine):
         """Store as a block's state what the runs of a block like it have left."""
         for adapter in self.adapters:
             adapter.capture(runs[adapter.key], state, block)
+
+    def stand_in_and_forget(self, runs: dict, state: SegmentState, first: int, last: int) -> None:
+        """Leave what decoding the blocks from first to last leaves, from the runs of a block like the last: the rows of all of
+        them and the last one's end. Each is forgotten once the next has run."""
+        skipped = sum(state.plan[block].mine for block in range(first, last))
+        for held in state.layers.values():
+            for pages in vars(held).values():
+                if isinstance(pages, PageArena):
+                    pages.rows += skipped
+        self.stand_in(runs, state, last)
+        self.forget_block(state, first)
+        self.forget_block(state, last)
 
     def reverse_sweep(self, segment: Segment, state: SegmentState) -> float:
         """See ReplayEngine."""

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.grpo.dry_run.flags import parse_dry_run
-from megatron.grpo.dry_run.program import report_step
+from megatron.grpo.dry_run.one_step import report_step
 from megatron.grpo.quiet_logs import quiet_logs
 from tests.support.ranks import fork_ranks
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from longstraw.attention.layout import plan_blocks
 from longstraw.dry_run.hardware import HARDWARE
+from longstraw.dry_run.search import AXES, FitSettings, Limits
+from longstraw.dry_run.sizes import read_size
 from megatron.grpo.arguments import Machine, parse_arguments
 from megatron.grpo.dry_run.parts import Lengths
 from megatron.grpo.dry_run.run import RunSettings
@@ -32,6 +34,7 @@ class DryRun:
     json: str | None
     measure: bool
     hardware: str
+    fit: FitSettings | None = None
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
@@ -51,6 +54,13 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--measure", action="store_true", help="run the step for real on this machine's ranks and report the same")
     add("--even-choices", action="store_true",
         help="of --measure: tokens go to experts in turn and selections have a dry run's widths, to be compared with one")
+    add("--fit", choices=("peak", "prompt"), nargs="?", const="peak",
+        help="search residencies, parallel sizes, chunk size and LoGRA rank, a dry run each, for the smallest peak (the default) "
+             "or the longest prompt")
+    add("--device-memory", metavar="SIZE", help="of --fit: what a rank may hold on its device, such as 96GB (10^9 bytes each)")
+    add("--host-memory", metavar="SIZE", help="of --fit: what a rank may hold in host memory, such as 192GB")
+    add("--fit-over", choices=AXES, nargs="+", help=f"of --fit: what is searched (default: {', '.join(AXES)})")
+    add("--fit-jobs", type=int, help="of --fit: dry runs at a time, of 1 to 2 GB each (default: one a core, at most 4)")
     add("--json", metavar="PATH", help="write the report there; - is standard output")
     return parser
 
@@ -68,6 +78,7 @@ def parse_dry_run(argv: Sequence[str], description: str = "") -> DryRun:
     for name in ("ranks", "prompt_length", "response_length"):
         if getattr(own, name) is not None and getattr(own, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is at least 1, not {getattr(own, name)}")
+    fit = _read_fit(own)
     ranks = own.ranks or int(os.environ.get("WORLD_SIZE", 0)) or _ranks_of_one_replica(flags)
     cuda = own.machine == "gpu" and not own.measure
     args, config = parse_arguments(flags, Machine(cuda=cuda, fused_adam=cuda, world_size=ranks))
@@ -89,8 +100,33 @@ def parse_dry_run(argv: Sequence[str], description: str = "") -> DryRun:
     )
     return DryRun(
         args=args, config=config, settings=settings, argv=tuple(flags), json=own.json, measure=own.measure,
-        hardware=own.hardware,
+        hardware=own.hardware, fit=fit,
     )
+
+
+def _read_fit(own: Namespace) -> FitSettings | None:
+    """Raises ValueError for flags that --fit needs, or that need it."""
+    if own.fit is None:
+        for name in ("device_memory", "host_memory", "fit_over", "fit_jobs"):
+            if getattr(own, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is read only with --fit")
+        return None
+    for name, given in (("--measure", own.measure), ("--rank", own.rank is not None)):
+        if given:
+            raise ValueError(f"{name} is of one step, and --fit tries many: use one of them")
+    sizes = {}
+    for name in ("device_memory", "host_memory"):
+        try:
+            sizes[name] = None if getattr(own, name) is None else read_size(getattr(own, name))
+        except ValueError as error:
+            raise ValueError(f"--{name.replace('_', '-')}: {error}") from error
+    if own.fit == "prompt" and sizes["device_memory"] is None:
+        raise ValueError("--fit prompt needs --device-memory: without it every prompt fits")
+    jobs = min(4, os.cpu_count() or 1) if own.fit_jobs is None else own.fit_jobs
+    if jobs < 1:
+        raise ValueError(f"--fit-jobs is at least 1, not {jobs}")
+    over = tuple(axis for axis in AXES if axis in (own.fit_over or AXES))
+    return FitSettings(goal=own.fit, limits=Limits(device=sizes["device_memory"], host=sizes["host_memory"]), over=over, jobs=jobs)
 
 
 def _ranks_of_one_replica(flags: Sequence[str]) -> int:

@@ -4,8 +4,6 @@ no terminal. The model, its optimizer, the engine's sweeps and the trainer are t
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -169,9 +167,10 @@ class RandomRollouts:
         for position in range(len(decoding.plan)):
             shape = shape_of(decoding, position)
             if position not in chosen:
-                engine.stand_in(left[shape], decoding, position)
-                engine.forget_block(decoding, position)
+                if position + 1 in chosen:  # the last one runs
+                    engine.stand_in_and_forget(left[shape], decoding, before + 1, position)
                 continue
+            before = position
             with self.watch.standing_for(chosen[position]):
                 hidden, left[shape] = engine.pass_block(segment, decoding, position)
                 engine.forget_block(decoding, position)

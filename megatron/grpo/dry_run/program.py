@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,46 +11,17 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from longstraw.dry_run.report import (
-    describe_collectives, describe_memory, describe_times, describe_work, tabulate_memory, tabulate_times,
-)
-from longstraw.dry_run.watch import Watch
+from longstraw.dry_run.report import tabulate_memory, tabulate_times
 from longstraw.durable_files import write_whole
 from longstraw.receipts.console import format_seconds
 from megatron.grpo.arguments import ArgumentErrors
+from megatron.grpo.dry_run.fit import describe_fit, find_fit, show_way, tabulate_fit
 from megatron.grpo.dry_run.flags import DryRun, parse_dry_run
-from megatron.grpo.dry_run.run import run_fake_step, run_real_step
+from megatron.grpo.dry_run.one_step import report_step
 from megatron.grpo.quiet_logs import quiet_logs
 
-
-def report_step(dry: DryRun) -> dict:
-    """Run the step and describe it; a measured one by its rank that held most. Collective where it is measured."""
-    started = time.perf_counter()
-    watch = (run_real_step if dry.measure else run_fake_step)(dry.args, dry.config, dry.settings)
-    report = describe(dry, watch) | {"wall_seconds": time.perf_counter() - started}
-    if not dry.measure:
-        return report
-    reports: list = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, report | {"rank": dist.get_rank()})
-    return max(reports, key=lambda one: one["peak_bytes"]["device"])
-
-
-def describe(dry: DryRun, watch: Watch) -> dict:
-    """The report: what was run, and what it held."""
-    args: Namespace = dry.args
-    tp, cp, ep = args.tensor_model_parallel_size, args.context_parallel_size, args.expert_model_parallel_size
-    return {
-        "model": args.model_preset, "semantics": dry.config.sweeps.semantics, "measured": dry.measure,
-        "prompt_length": dry.settings.lengths.prompt, "response_length": dry.settings.lengths.response,
-        "group_size": dry.config.objective.group_size, "ranks": dry.settings.ranks, "rank": dry.settings.rank,
-        "topology": {"tensor": tp, "context": cp, "expert": ep, "data": dry.settings.ranks // (tp * cp)},
-        "flags": list(dry.argv), "every_block": dry.settings.every_block,
-        "collectives": describe_collectives(watch.counter),
-    } | describe_memory(watch.tracker) | (
-        {} if dry.measure or not dry.settings.gpu else {
-            "work": describe_work(watch.counter), "seconds": describe_times(watch.counter),
-        }
-    )
+LEFT = ("phase", "limited by", "flags")
+"""Columns of words."""
 
 
 def show(report: dict, console: Console, machine: str) -> None:
@@ -74,14 +44,15 @@ def show_table(console: Console, title: str, rows: list[list[str]]) -> None:
     """Rows under their heading, the first of them."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
     for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="left" if name in ("phase", "limited by") else "right")
+        table.add_column(name.replace("_", " "), justify="left" if name.startswith(LEFT) else "right", overflow="fold")
     for row in rows[1:]:
         table.add_row(*row)
     console.print(table)
 
 
 def main(argv: Sequence[str] | None = None, description: str = "") -> int:
-    """The command line program; returns the exit code: 0, or 2 for flags that cannot be run."""
+    """The command line program; returns the exit code: 0, 1 where --fit finds nothing that fits, or 2 for flags that
+    cannot be run."""
     quiet_logs()
     argv = list(sys.argv[1:] if argv is None else argv)
     if int(os.environ.get("RANK", 0)) and "--measure" not in argv:
@@ -95,6 +66,8 @@ def main(argv: Sequence[str] | None = None, description: str = "") -> int:
     except ValueError as error:
         print(f"dry_run: error: {error}", file=sys.stderr)
         return 2
+    if dry.fit is not None:
+        return search(dry)
     report = report_step(dry)
     if int(os.environ.get("RANK", 0)) == 0:
         show(report, Console(width=160, highlight=False, stderr=dry.json == "-"), dry.hardware)
@@ -102,6 +75,25 @@ def main(argv: Sequence[str] | None = None, description: str = "") -> int:
             write_report(report, dry.json)
     if dry.measure:
         dist.destroy_process_group()
+    return 0
+
+
+def search(dry: DryRun) -> int:
+    """--fit: search, show all that was tried and the winner's flags; returns the exit code: 0, or 1 where nothing fits."""
+    console = Console(width=160, highlight=False, stderr=dry.json == "-")
+    progress = Console(highlight=False, stderr=True)
+    started = time.perf_counter()
+    try:
+        found = find_fit(dry, dry.fit, progress.print)
+    except ValueError as error:
+        print(f"dry_run: {error}", file=sys.stderr)
+        return 1
+    show_table(console, "tried; * wins, - does not fit", tabulate_fit(found, dry.fit, dry.hardware))
+    show(found.best.report, console, dry.hardware)
+    prompt = ["--prompt-length", str(found.best.prompt)]
+    console.print(f"found in {format_seconds(time.perf_counter() - started)}: {' '.join([*show_way(found.best.way), *prompt])}")
+    if dry.json:
+        write_report(describe_fit(found, dry.fit), dry.json)
     return 0
 
 

@@ -1,0 +1,174 @@
+"""Which of several ways to run a step holds least, or takes the longest prompt, with as few dry runs as that takes.
+
+A way is what is set beside the flags that were given: flag -> value. Axes are tried one after another, each around the best of
+those before it, once: what two axes would give only together is not found. A change is taken where it is worth `WORTH` of the
+peak. The longest prompt follows from peaks that grow evenly with it: each length tried is where the line through the last two
+meets the limit.
+
+Left out: how a way is measured (`megatron.grpo.dry_run.fit`).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Way = Mapping[str, str | bool]
+"""Flag -> value; True for a flag without one, False for a flag to be taken away."""
+
+WORTH = 0.005
+"""The part of a peak that a change has to save."""
+
+LENGTHS = 8
+"""Prompts tried at most on the way to the longest of one way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bytes that a rank may hold; None for as many as it takes."""
+
+    device: int | None = None
+    host: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A way and what it came to. refusal: why it cannot be run, in a sentence, or ""."""
+
+    way: Way
+    prompt: int
+    device: int = 0
+    host: int = 0
+    seconds: float = 0.0
+    refusal: str = ""
+    report: dict = field(default_factory=dict, repr=False)
+
+    def load(self, limits: Limits) -> float:
+        """The larger part of a limit that is held: above 1 it does not fit. Without limits 0; infinite where it is refused."""
+        if self.refusal:
+            return float("inf")
+        pairs = ((self.device, limits.device), (self.host, limits.host))
+        return max((held / limit for held, limit in pairs if limit), default=0.0)
+
+
+AXES = ("residency", "topology", "chunk", "rank")
+"""What can be searched, in the order in which it is: what changes a step's result comes last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSettings:
+    """goal: `peak` or `prompt`. over: some of AXES. jobs: dry runs at a time."""
+
+    goal: str
+    limits: Limits
+    over: tuple[str, ...]
+    jobs: int
+
+
+Measure = Callable[[Sequence[tuple[Way, int]]], list[Tried]]
+"""Measures some (way, prompt length), in that order."""
+
+
+def alternatives(best: Way, axis: Iterable[Way]) -> list[Way]:
+    """The settings of an axis around the best way so far, but those that it has already."""
+    found = [{**best, **setting} for setting in axis]
+    return [way for way in found if way != best]
+
+
+def find_smallest(measure: Measure, axes: Sequence[Sequence[Way]], prompt: int, limits: Limits) -> Tried:
+    """The way whose device peak is smallest among those whose host peak is within its limit, if any is.
+
+    Raises ValueError where every way is refused.
+    """
+    return _search(measure, axes, prompt, lambda tried: (_excess(tried, limits), tried.device))
+
+
+def _excess(tried: Tried, limits: Limits) -> float:
+    """The part by which the host's limit is exceeded."""
+    return max(0.0, tried.load(Limits(host=limits.host)) - 1)
+
+
+def _search(measure: Measure, axes: Sequence[Sequence[Way]], prompt: int, cost: Callable[[Tried], tuple]) -> Tried:
+    (best,) = measure([({}, prompt)])
+    for axis in axes:
+        ways = alternatives(best.way, axis)
+        found = [tried for tried in measure([(way, prompt) for way in ways]) if not tried.refusal]
+        for tried in sorted(found, key=cost):
+            if best.refusal or _is_worth(cost(tried), cost(best)):
+                best = tried
+    if best.refusal:
+        raise ValueError(best.refusal)
+    return best
+
+
+def _is_worth(cost: tuple, best: tuple) -> bool:
+    """Whether a cost is lower, by enough of the first part in which they differ."""
+    for mine, other in zip(cost, best):
+        if mine != other:
+            return mine < other - WORTH * abs(other)
+    return False
+
+
+def find_longest(
+    measure: Measure, axes: Sequence[Sequence[Way]], *, start: int, longest: int, limits: Limits, unit: int
+) -> Tried:
+    """The way that takes the longest prompt within the limits, at that length, a multiple of `unit` tokens and at most
+    `longest`.
+
+    start: the first length tried. Raises ValueError where every way is refused; its result may not fit.
+    """
+
+    def grow(tried: Tried) -> Tried:
+        return find_length(lambda length: measure([(tried.way, length)])[0], tried, longest=longest, limits=limits, unit=unit)
+
+    best = grow(_search(measure, [], start, lambda tried: (tried.load(limits),)))
+    for axis in axes:
+        if best.prompt == longest and best.load(limits) <= 1:
+            return best
+        found = measure([(way, best.prompt) for way in alternatives(best.way, axis)])
+        lowest = min(found, key=lambda tried: tried.load(limits), default=best)
+        if lowest.load(limits) < (1 - WORTH) * best.load(limits):
+            grown = grow(lowest)
+            fits = grown.load(limits) <= 1
+            if fits > (best.load(limits) <= 1) or grown.prompt > best.prompt or not fits:
+                best = grown
+    return best
+
+
+def find_length(
+    measure: Callable[[int], Tried], first: Tried, *, longest: int, limits: Limits, unit: int
+) -> Tried:
+    """The longest prompt that fits, where `first` is one of them or not; the shortest, one unit, where none fits."""
+    known = [first]
+    for _ in range(LENGTHS):
+        length = _next_length(known, longest=longest, limits=limits, unit=unit)
+        if length is None:
+            break
+        known.append(measure(length))
+        known.sort(key=lambda tried: tried.prompt)
+    fitting = [tried for tried in known if tried.load(limits) <= 1]
+    return fitting[-1] if fitting else known[0]
+
+
+def _next_length(known: Sequence[Tried], *, longest: int, limits: Limits, unit: int) -> int | None:
+    """Where to look next: longer than what fits and shorter than what does not; None where nothing is left to find.
+
+    known: by length.
+    """
+    fitting = [tried for tried in known if tried.load(limits) <= 1]
+    beyond = [tried for tried in known if tried.load(limits) > 1]
+    if not fitting:
+        return unit if known[0].prompt > unit else None
+    if beyond and fitting[-1].load(limits) >= 1 - WORTH:
+        return None
+    least = (fitting[-1].prompt // unit + 1) * unit
+    most = (beyond[0].prompt - 1) // unit * unit if beyond else longest
+    if least > most:
+        return longest if not beyond and fitting[-1].prompt < longest else None
+    first, second = (fitting[-1], beyond[0]) if beyond else (fitting[-2:] if len(fitting) > 1 else (None, fitting[-1]))
+    if first is None:
+        length = 2 * second.prompt if second.load(limits) else longest
+    else:
+        slope = (second.load(limits) - first.load(limits)) / (second.prompt - first.prompt)
+        length = first.prompt + (1 - first.load(limits)) / slope if slope > 0 else longest
+        # a little short of the line, so that what is found fits
+        length = int(min(length, longest) * (1 - WORTH / 4)) // unit * unit if length < longest else longest
+    return min(max(length, least), most)

@@ -1,0 +1,41 @@
+"""One dry run, or one measured step, and its report."""
+
+import time
+from argparse import Namespace
+
+import torch.distributed as dist
+
+from longstraw.dry_run.report import describe_collectives, describe_memory, describe_times, describe_work
+from longstraw.dry_run.watch import Watch
+from megatron.grpo.dry_run.flags import DryRun
+from megatron.grpo.dry_run.run import run_fake_step, run_real_step
+
+
+def report_step(dry: DryRun) -> dict:
+    """Run the step and describe it; a measured one by its rank that held most. Collective where it is measured."""
+    started = time.perf_counter()
+    watch = (run_real_step if dry.measure else run_fake_step)(dry.args, dry.config, dry.settings)
+    report = describe(dry, watch) | {"wall_seconds": time.perf_counter() - started}
+    if not dry.measure:
+        return report
+    reports: list = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, report | {"rank": dist.get_rank()})
+    return max(reports, key=lambda one: one["peak_bytes"]["device"])
+
+
+def describe(dry: DryRun, watch: Watch) -> dict:
+    """The report: what was run, and what it held."""
+    args: Namespace = dry.args
+    tp, cp, ep = args.tensor_model_parallel_size, args.context_parallel_size, args.expert_model_parallel_size
+    return {
+        "model": args.model_preset, "semantics": dry.config.sweeps.semantics, "measured": dry.measure,
+        "prompt_length": dry.settings.lengths.prompt, "response_length": dry.settings.lengths.response,
+        "group_size": dry.config.objective.group_size, "ranks": dry.settings.ranks, "rank": dry.settings.rank,
+        "topology": {"tensor": tp, "context": cp, "expert": ep, "data": dry.settings.ranks // (tp * cp)},
+        "flags": list(dry.argv), "every_block": dry.settings.every_block,
+        "collectives": describe_collectives(watch.counter),
+    } | describe_memory(watch.tracker) | (
+        {} if dry.measure or not dry.settings.gpu else {
+            "work": describe_work(watch.counter), "seconds": describe_times(watch.counter),
+        }
+    )
