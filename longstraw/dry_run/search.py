@@ -157,7 +157,7 @@ def _next_length(known: Sequence[Tried], *, longest: int, limits: Limits, unit: 
     beyond = [tried for tried in known if tried.load(limits) > 1]
     if not fitting:
         return unit if known[0].prompt > unit else None
-    if beyond and fitting[-1].load(limits) >= 1 - WORTH:
+    if fitting[-1].load(limits) >= 1 - WORTH:
         return None
     least = (fitting[-1].prompt // unit + 1) * unit
     most = (beyond[0].prompt - 1) // unit * unit if beyond else longest

@@ -1,0 +1,95 @@
+"""The search over ways to run a step, on costs written down here instead of dry runs."""
+
+import pytest
+
+from longstraw.dry_run.search import WORTH, Limits, Tried, find_longest, find_smallest
+from longstraw.dry_run.sizes import read_size
+
+PAGES = [{"--page-residency": "device"}, {"--page-residency": "host"}]
+CHUNKS = [{"--chunk": "64"}, {"--chunk": "256"}, {"--chunk": "512"}]
+
+
+class Costs:
+    """1,000 fixed bytes, 3 a token on the device or 1 there and 4 on the host, and 2 a token of a chunk; counts its measures."""
+
+    def __init__(self, refused: str = ""):
+        self.refused, self.measured = refused, []
+
+    def __call__(self, pairs):
+        return [self._measure(way, prompt) for way, prompt in pairs]
+
+    def _measure(self, way, prompt):
+        self.measured.append((dict(way), prompt))
+        if self.refused and self.refused in way.values():
+            return Tried(way=way, prompt=prompt, refusal=f"{self.refused} is refused")
+        host = way.get("--page-residency") == "host"
+        chunk = 2 * int(way.get("--chunk", "128"))
+        return Tried(way=way, prompt=prompt, device=1000 + (1 if host else 3) * prompt + chunk, host=4 * prompt if host else 0)
+
+
+def test_each_axis_goes_on_from_the_best_of_the_one_before():
+    costs = Costs()
+    best = find_smallest(costs, [PAGES, CHUNKS], 1000, Limits())
+    assert dict(best.way) == {"--page-residency": "host", "--chunk": "64"} and best.device == 1000 + 1000 + 128
+    assert len(costs.measured) == 1 + 2 + 3
+    assert all(way["--page-residency"] == "host" for way, _ in costs.measured[-3:])
+
+
+def test_a_host_limit_comes_before_the_smallest_device_peak():
+    best = find_smallest(Costs(), [PAGES], 1000, Limits(host=3999))
+    assert not best.way and best.host == 0
+    assert find_smallest(Costs(), [PAGES], 1000, Limits(host=4000)).host == 4000
+
+
+def test_a_change_that_saves_next_to_nothing_is_left():
+    best = find_smallest(Costs(), [[{"--chunk": "127"}]], 10**6, Limits())
+    assert not best.way, "2 bytes of 3,001,256"
+
+
+def test_refused_ways_are_passed_over_and_refused_only_is_an_error():
+    best = find_smallest(Costs(refused="host"), [PAGES, CHUNKS], 1000, Limits())
+    assert "--page-residency" not in best.way
+    with pytest.raises(ValueError, match="is refused"):
+        find_smallest(lambda pairs: [Tried(way=w, prompt=p, refusal="it is refused") for w, p in pairs], [], 1000, Limits())
+
+
+def longest(costs, limits, axes=(PAGES,), start=1000, longest=10**9):
+    return find_longest(costs, axes, start=start, longest=longest, limits=limits, unit=64)
+
+
+@pytest.mark.parametrize("start", [64, 1000, 10**6])
+def test_the_longest_prompt_fills_the_limit(start):
+    costs = Costs()
+    best = longest(costs, Limits(device=500_000, host=10**9), start=start)
+    right = (500_000 - 1000 - 256) // 64 * 64
+    assert best.way == {"--page-residency": "host"} and best.load(Limits(device=500_000)) <= 1
+    assert (1 - WORTH) * right - 64 <= best.prompt <= right
+    assert len(costs.measured) <= 14
+
+
+def test_the_host_bounds_the_prompt_too():
+    limits = Limits(device=500_000, host=800_000)
+    best = longest(Costs(), limits)
+    assert best.prompt * 4 <= 800_000 and best.prompt > 0.99 * 200_000
+
+
+def test_no_prompt_is_longer_than_the_positions():
+    best = longest(Costs(), Limits(device=10**9), longest=12_345)
+    assert best.prompt == 12_345
+
+
+def test_what_does_not_fit_comes_back_at_its_shortest():
+    limits = Limits(device=1100)
+    best = longest(Costs(), limits)
+    assert best.prompt == 64 and best.load(limits) > 1
+
+
+@pytest.mark.parametrize("text, size", [("96GB", 96 * 10**9), ("80GiB", 80 * 2**30), ("1.5 tb", 15 * 10**11), ("1000", 1000)])
+def test_sizes(text, size):
+    assert read_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "0GB", "-1GB", "96 gigabytes", "1e9", "nan"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match="no size: write bytes with a unit"):
+        read_size(text)

@@ -1,0 +1,84 @@
+"""The dry run's command line: what it takes from the training program's, what it refuses, and which ways --fit tries."""
+
+import pytest
+
+from longstraw.dry_run.search import AXES
+from megatron.grpo.arguments import ArgumentErrors
+from megatron.grpo.dry_run.fit import make_axes, with_way
+from megatron.grpo.dry_run.flags import parse_dry_run
+
+TINY = "--model-preset tiny-qwen3.6 --prompt-length 100 --response-length 4"
+
+
+def parse(flags: str):
+    return parse_dry_run(f"{TINY} {flags}".split())
+
+
+@pytest.mark.parametrize("flags, sentence", [
+    ("--rank 2 --context-parallel-size 2", "--rank 2 is none of 2 ranks"),
+    ("--ranks 0", "--ranks is at least 1, not 0"),
+    ("--prompt-length 0", "--prompt-length is at least 1, not 0"),
+    ("--prompt-length 100000000", "exceed --max-position-embeddings"),
+    ("--json nowhere/report.json", "there is no folder"),
+    ("--device-memory 96GB", "--device-memory is read only with --fit"),
+    ("--fit-over chunk", "--fit-over is read only with --fit"),
+    ("--fit --measure", "--measure is of one step, and --fit tries many"),
+    ("--fit --rank 0", "--rank is of one step, and --fit tries many"),
+    ("--fit prompt", "--fit prompt needs --device-memory"),
+    ("--fit --device-memory 96", None),
+    ("--fit --device-memory lots", "--device-memory: 'lots' is no size"),
+    ("--fit --fit-jobs 0", "--fit-jobs is at least 1, not 0"),
+])
+def test_refused_flags(flags, sentence):
+    if sentence is None:
+        assert parse(flags).fit.limits.device == 96
+        return
+    with pytest.raises(ValueError, match=sentence):
+        parse(flags)
+
+
+@pytest.mark.parametrize("flags, sentence", [
+    ("--group-size 0", "--group-size"),
+    ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size"),
+    ("--index-page-residency host", "has no sparse attention"),
+    ("--no-such-flag 1", "--no-such-flag"),
+])
+def test_what_the_training_program_refuses_is_refused_in_its_words(flags, sentence):
+    with pytest.raises(ArgumentErrors, match=sentence):
+        parse(flags)
+
+
+def test_the_ranks_are_those_of_one_replica_or_torchruns(monkeypatch):
+    assert parse("--context-parallel-size 2").settings.ranks == 2
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert parse("--context-parallel-size 2").settings.ranks == 4
+
+
+def test_data_and_tokenizer_need_not_be_there():
+    dry = parse("--prompt-data nowhere.jsonl --tokenizer-path nowhere")
+    assert dry.fit is None and dry.settings.lengths.prompt == 100
+
+
+def test_the_ways_that_fit_tries_are_others_than_the_given_one():
+    dry = parse(
+        "--fit --optimizer logra --logra-rank 32 --bf16 --context-parallel-size 2 --prompt-chunk-size 128 --page-residency host"
+    )
+    axes = make_axes(dry, AXES)
+    assert [{"--page-residency": "device"}] in axes and [{"--logra-master-residency": "host"}] in axes
+    assert [{"--prompt-chunk-size": "64"}] in axes, "32 is less than a tile, 256 no less than the whole prompt twice"
+    assert [{"--logra-rank": "8"}, {"--logra-rank": "16"}] in axes
+    assert [{
+        "--tensor-model-parallel-size": "2", "--context-parallel-size": "1", "--sequence-parallel": True,
+    }] in axes
+    assert make_axes(dry, ("chunk",)) == [[{"--prompt-chunk-size": "64"}]]
+
+
+def test_response_only_has_no_adjoints_to_place():
+    axes = make_axes(parse("--fit --semantics response_only"), ("residency",))
+    assert axes == [[{"--page-residency": "host"}]]
+
+
+def test_a_ways_flags_take_the_place_of_the_given_ones():
+    argv = ["--a", "1", "--sequence-parallel", "--b=2", "--c", "3"]
+    assert with_way(argv, {"--a": "5", "--b": "6", "--sequence-parallel": False}) == ["--c", "3", "--a", "5", "--b", "6"]
+    assert with_way(["--a", "1"], {"--sequence-parallel": True}) == ["--a", "1", "--sequence-parallel"]
