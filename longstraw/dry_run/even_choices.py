@@ -10,6 +10,7 @@ with all keys and what the loop reads and writes.
 Real choices are never as even: the dry run says nothing of experts that are asked for more than others, or of prompts whose
 selected keys lie together. A step that is measured to be compared with a dry run makes its choices so too: its lists are cut or
 filled up to the same widths, which trains nothing.
+On tensors without numbers the signs of LoGRA's projections are not drawn either.
 
 W gathered queries, S queries, H index heads, E index dim, N keys.
 """
@@ -27,6 +28,7 @@ from longstraw.attention import device_kind, selection
 from longstraw.dry_run import fused_ops  # noqa: F401  (defines the operation)
 from longstraw.dry_run.shapes_only import ShapesOnly
 from longstraw.dry_run.tracker import MemoryTracker
+from longstraw.optim import projection
 
 
 @contextmanager
@@ -52,8 +54,14 @@ def even_choices(tracker: MemoryTracker) -> Iterator[None]:
             return split(best, positions)
         return tuple(_set_width(rows, width, -1) for rows, width in zip(split(best, positions), widths))
 
-    keep, split = selection._keep_global, selection._split_rows
+    def mix_counter(key, row, block, **rounds):
+        tracker.take_numbers((row, block))  # which signs are drawn decides nothing
+        return mix(key, row, block, **rounds)
+
+    keep, split, mix = selection._keep_global, selection._split_rows, projection.mix_counter
     with ExitStack() as stack:
+        if shapes:
+            stack.enter_context(mock.patch.object(projection, "mix_counter", mix_counter))
         for target, name, function in (
             (selection, "_scan", scan if shapes else selection._scan), (selection, "_keep_global", keep_global),
             (selection, "_split_rows", split_rows), (ReplayRouter, "routing", _route_in_turn(ReplayRouter.routing)),

@@ -1,7 +1,7 @@
 """An engine that runs some blocks of a segment and accounts for the rest.
 
-Blocks of a segment are alike but for the pages before them, so a dry run executes the first, the second, one in the middle and
-the last, and those around which attention changes what it passes between ranks. Of a block that is left out the state that
+Blocks of a segment are alike but for the pages before them, so a dry run executes the first, the second and the last, and the two
+between which attention changes what it passes between ranks. Of a block that is left out the state that
 it would leave is stored all the same (pages, boundary states, kept outputs), from the last block that ran, and dropped where
 the reverse sweep would drop it: no peak is missed that these blocks would have had. Its operations are counted by the
 blocks that ran, between which they grow evenly. Of responses of one shape the first two run.
@@ -39,11 +39,11 @@ class SampledEngine(ReplayEngine):
 
     def choose_blocks(self, state: SegmentState, blocks: int) -> dict[int, float]:
         """The blocks among the first `blocks` that run -> how many each stands for, itself included."""
-        if self.every_block or blocks <= 4:
+        if self.every_block or blocks <= 3:
             return dict.fromkeys(range(blocks), 1.0)
-        chosen = {0, 1, blocks // 2, blocks - 1}
+        chosen = {0, 1, blocks - 1}
         for block in self._find_changes(state, blocks):
-            chosen |= {block - 1, block, min(block + 1, blocks - 1)}
+            chosen |= {block - 1, block}
         seen = {}
         for block in range(blocks):
             seen.setdefault(shape_of(state, block), block)

@@ -114,7 +114,7 @@ class ShapesOnly(MemoryTracker):
             if func is _GATHER and self.holds_numbers(args[1]) and self._is_private(args[0]):
                 self._held[args[0].untyped_storage()._cdata].real = True
                 return func(*args, **kwargs)
-            self._take_numbers(args)  # their schemas do not say what they write into
+            self.take_numbers(args)  # their schemas do not say what they write into
             return create_fakework(args, return_first_arg=way.name not in _WORK_ALONE)
         if kind == "forbidden":
             raise UnknownValue(f"the step reaches {func}, which no run at length would: it is not costed")
@@ -179,10 +179,11 @@ class ShapesOnly(MemoryTracker):
         for position, name, alias in way.writes:
             given = args[position] if position < len(args) else kwargs.get(name)
             written[alias] = given
-            self._take_numbers((given,))
+            self.take_numbers((given,))
         return written
 
-    def _take_numbers(self, tree) -> None:
+    def take_numbers(self, tree) -> None:
+        """From here on these tensors have a shape only."""
         for tensor in _tensors_of(tree):
             held = self._held.get(tensor.untyped_storage()._cdata)
             if held is None:
