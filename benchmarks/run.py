@@ -45,6 +45,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--response-length", type=int, default=128, help="tokens of each response")
     add("--chunk-size", type=int, default=1024, help="tokens of the prompt per chunk, of LongStraw")
     add("--repeat", type=int, default=3, help="rounds in which the systems take turns")
+    add("--meter-under-seconds", type=float, default=30, help="of a shorter step the tensor storages are counted, in a step more")
     add("--once-over-seconds", type=float, default=90, help="a system that will take longer at a point is measured once")
     add("--skip-over-seconds", type=float, default=300, help="and one that will take longer than this, not at all")
     add("--measurement-seconds", type=float, default=900, help="wall time after which a measurement is given up")

@@ -1,7 +1,8 @@
 """Step time and peak memory of every system over prompt length and group size, one process a measurement.
 
 At a point the systems take turns, `repeat` rounds of them, so that what else the machine does meets all alike. A system that
-would take too long at a point, by what it took at smaller ones, is measured once, or not at all and the page says so.
+would take too long at a point, by what it took at smaller ones, is measured without the meter, or once, or not at all, and the
+page says so.
 """
 
 from argparse import Namespace
@@ -74,7 +75,7 @@ def measure_steps(args: Namespace, store: ResultStore, context, folder: Path) ->
                 work = Work(
                     kind="step", setup=setup, folder=folder, system=system, prompt_length=point.prompt_length,
                     response_length=point.response_length, group_size=point.group_size,
-                    metered=turn == 0 and (estimate or 0) <= args.once_over_seconds,
+                    metered=turn == 0 and (estimate or 0) <= args.meter_under_seconds,
                 )
                 command = (
                     f"benchmarks/run.sh --parts step --model-preset {args.model_preset} --systems {system} "
