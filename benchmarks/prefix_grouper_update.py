@@ -62,7 +62,3 @@ class PrefixGrouperUpdate:
         _, _, responses, _ = grouper.split_output(hidden, include_prefix_last=1)
         logprobs = compute_response_logprobs(self.model, responses[:, :-1], batch.responses)
         weighted_loss(logprobs, logprobs.detach(), batch.advantages, batch.weights).backward()
-
-    def tokens(self, batch: Batch) -> int:
-        """Tokens that go through the model."""
-        return batch.prompt.shape[1] + batch.responses.numel()

@@ -45,6 +45,7 @@ class Setup:
     chunk_size: int = 1024
     block_size: int = 1024
     responses_per_replay: int = 4
+    learning_rate: float = 1e-6
     seed: int = 1
     threads: int = 1
 
@@ -83,7 +84,7 @@ def run_steps(
         from benchmarks.trl_update import TrlTraining
 
         with tempfile.TemporaryDirectory() as scratch:
-            training = TrlTraining(folder, checkpointed=checkpointed)
+            training = TrlTraining(folder, checkpointed=checkpointed, learning_rate=setup.learning_rate)
             training.train(batches, around, scratch, see_gradient=see_gradient)
         return
     if system in PREFIX_GROUPER:
@@ -93,7 +94,7 @@ def run_steps(
         model = update.model
     else:
         update, model = open_megatron(system, setup)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)
+    optimizer = torch.optim.Adam(model.parameters(), lr=setup.learning_rate)
     for number, batch in enumerate(batches):
         with around(number):
             update.accumulate(batch)

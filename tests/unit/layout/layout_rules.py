@@ -28,7 +28,7 @@ KERNEL_PACKAGES = {"torch", "triton", "numpy", "einops", "flash_attn", "fla"}
 
 OTHER_PACKAGES = KERNEL_PACKAGES | {
     "transformers", "tokenizers", "safetensors", "sentencepiece", "jinja2", "gguf", "datasets", "pyarrow", "math_verify",
-    "huggingface_hub", "reasoning_gym", "rich", "matplotlib", "tensorboard", "psutil", "packaging", "transformer_engine", "wandb", "vllm"}
+    "huggingface_hub", "reasoning_gym", "rich", "matplotlib", "tensorboard", "psutil", "packaging", "transformer_engine", "wandb", "vllm", "trl", "prefix_grouper"}
 """What the other layers may use: each is pinned in requirements/ or an optional extra."""
 
 SOURCE_FOLDERS = ("longstraw", "megatron", "tools", "examples", "benchmarks")

@@ -55,13 +55,15 @@ class Project:
         make_wheel(self.wheels, "tinybase", "1.0")
         make_wheel(self.wheels, "tinybase", "1.1")
         make_wheel(self.wheels, "tinytest", "1.0")
-        make_wheel(self.wheels, "tinymodel", "1.0", requires="a-package-that-must-never-be-asked-for")
+        for name in ("tinymodel", "tinyrival"):
+            make_wheel(self.wheels, name, "1.0", requires="a-package-that-must-never-be-asked-for")
         self.setuptools = repack_setuptools(self.wheels)
         self.require("1.0")
 
     def require(self, tinybase: str) -> None:
         for name, text in {"base.txt": f"# what runs\nsetuptools=={self.setuptools}\ntinybase=={tinybase}   # tiny\n",
-                           "test.txt": "tinytest==1.0\n", "models.txt": "tinymodel==1.0\n", "constraints.txt": ""}.items():
+                           "test.txt": "tinytest==1.0\n", "models.txt": "tinymodel==1.0\n", "benchmarks.txt": "tinyrival==1.0\n",
+                           "constraints.txt": ""}.items():
             (self.root / "requirements" / name).write_text(text)
 
     @property
@@ -102,7 +104,7 @@ def version_of(project: Project, name: str) -> str:
 
 
 def test_the_environment_holds_the_pins_and_the_project(made):
-    assert [version_of(made, name) for name in ("tinybase", "tinytest", "tinymodel")] == ["1.0", "1.0", "1.0"]
+    assert [version_of(made, name) for name in ("tinybase", "tinytest", "tinymodel", "tinyrival")] == ["1.0"] * 4
     assert Path(made.ask("import longstraw; print(longstraw.__file__)")) == made.root / "longstraw/__init__.py"
 
 

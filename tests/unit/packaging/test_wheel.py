@@ -77,7 +77,7 @@ def test_every_declared_dependency_is_pinned_inside_its_range():
     assert set(pinned) == {"setuptools"}, "what is pinned beyond the declared is what builds the project"
 
 
-@pytest.mark.parametrize("name", ["base.txt", "test.txt", "models.txt"])
+@pytest.mark.parametrize("name", ["base.txt", "test.txt", "models.txt", "benchmarks.txt"])
 def test_requirements_are_exact_and_are_what_runs_here(name):
     for requirement in read_requirements(name).values():
         assert str(requirement.specifier) == f"=={importlib.metadata.version(requirement.name)}"
