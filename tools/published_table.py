@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HARDWARE = "H20"
 
 QWEN = """--model-preset qwen3.6-27b --bf16 --context-parallel-size 8 --page-residency host --prompt-chunk-size 6144
-    --response-block-size 1024 --max-response-length 8192 --response-length 8192"""
+    --response-block-size 4096 --max-response-length 8192 --response-length 8192"""
 EXACT = "--adjoint-residency host --attention-output-residency host"
 GLM = """--model-preset glm-5.2 --bf16 --context-parallel-size 32 --expert-model-parallel-size 32 --page-residency host
     --index-page-residency host --prompt-chunk-size 4096 --response-block-size 1024 --query-rows-at-once 64

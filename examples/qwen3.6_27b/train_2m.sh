@@ -30,7 +30,7 @@ flags=(
     --adjoint-residency host
     --attention-output-residency host          # the reverse sweep does not redo the quadratic part
     --prompt-chunk-size 6144                   # the live graph: 3.3 GB for each 1,000 tokens of a chunk
-    --response-block-size 1024
+    --response-block-size 4096                 # of a response: each block adds to all adjoints on the host once
     --responses-per-replay 1
 
     --semantics exact

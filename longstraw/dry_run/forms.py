@@ -25,18 +25,15 @@ class Form:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def elements(self) -> int:
-        """Elements of a storage that holds it."""
-        if 0 in self.shape:
-            return 0
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides))
+    elements: int
+    """Elements of a storage that holds it."""
 
 
 def form_of(tensor: torch.Tensor) -> Form:
     """A tensor's form."""
-    return Form(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    elements = 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
+    return Form(shape, strides, tensor.dtype, elements)
 
 
 def signature(func, args: tuple, kwargs: dict) -> tuple:

@@ -204,18 +204,19 @@ class SampledEngine(ReplayEngine):
 
     @contextmanager
     def _once_of_many(self, kind: str, segment: Segment, parent: SegmentState | None) -> Iterator[bool]:
-        """A block in which a segment runs; True where enough of its shape have run after a parent like this one: what the last
-        of them has counted then counts once more."""
+        """A block in which a segment runs; True where enough of its shape have run after a parent like this one. All count what
+        the first of them has counted."""
         if segment.captures_only:
             yield False
             return
         key = (kind, tuple(segment.inputs.shape), None if parent is None else (parent.end, parent.constant))
         self._alike[key] = self._alike.get(key, 0) + 1
         counter = self.watch.counter
-        if self._alike[key] > RUN_ALIKE:
+        if self._alike[key] > 1:  # counted once, as the first
             if counter is not None:
                 counter.count_again(self._counted[key])
-            yield True
+            with self.watch.standing_for(0.0):
+                yield self._alike[key] > RUN_ALIKE
             return
         before = None if counter is None else counter.note()
         yield False

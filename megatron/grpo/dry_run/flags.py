@@ -95,7 +95,7 @@ def parse_dry_run(argv: Sequence[str], description: str = "") -> DryRun:
         raise ValueError(f"--rank {rank} is none of {ranks} ranks")
     elsewhere = own.rollout_elsewhere or config.rollouts.rollout_engine != "resident" or bool(config.rollouts.rollouts_from)
     settings = RunSettings(
-        ranks=ranks, rank=rank, lengths=Lengths(prompt=prompt, response=response), every_block=own.every_block,
+        ranks=ranks, rank=rank, lengths=Lengths(prompt=prompt, response=response), every_block=own.every_block or own.measure,
         decodes=not elsewhere, gpu=own.machine == "gpu", even_choices=own.even_choices,
     )
     return DryRun(
