@@ -33,11 +33,12 @@ def describe_memory(tracker: MemoryTracker) -> dict:
     }
 
 
-def describe_collectives(counter: OperationCounter) -> dict:
-    """`collectives` of all phases together."""
+def describe_collectives(counter: OperationCounter, *, without: str = "") -> dict:
+    """`collectives` of all phases together. without: a phase that is left out."""
     total: Counter[tuple[str, str, str]] = Counter()
-    for counts in counter.read().values():
-        total.update(counts.collectives)
+    for name, counts in counter.read().items():
+        if name != without:
+            total.update(counts.collectives)
     found: dict[str, dict[str, dict[str, int]]] = {}
     for (group, operation, unit), number in sorted(total.items()):
         found.setdefault(group, {}).setdefault(operation, {})[unit] = round(number)

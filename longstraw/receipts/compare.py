@@ -125,7 +125,7 @@ def make_rows(receipts: Sequence[Receipt]) -> list[Row]:
     rows.append(_number("host bytes", receipts, lambda r: max(m.host_bytes for m in r.memory), _bytes))
     rows += _by_name("  on the host: ", receipts, lambda r: largest_rank(r).host_categories, _bytes)
     rows += _by_name("peak in ", receipts, lambda r: largest_rank(r).phases, _bytes)
-    rows.append(_number("seconds", receipts, lambda r: sum(r.seconds.values()), format_seconds))
+    rows.append(_number("seconds", receipts, lambda r: sum(r.seconds.values()) or None, format_seconds))
     rows += _by_name("  ", receipts, lambda r: r.seconds, format_seconds)
     rows.append(_number("processor seconds", receipts, lambda r: sum(r.processor_seconds.values()) or None, format_seconds))
     rows += _by_name("  ", receipts, lambda r: r.processor_seconds, format_seconds)

@@ -124,7 +124,7 @@ class RunRecord:
                 final_weights=weights[1],
             ),
             objective=asdict(config.objective),
-            update={"optimizer": args.optimizer} | (asdict(config.logra) if args.optimizer == "logra" else {}),
+            update=describe_update(args, config),
             rollout=describe_rollouts(config, trainer.rollouts, records, first),
             tokens=Tokens(**totals), state=tuple(item for share in shares for item in share[1]),
             memory=tuple(
@@ -170,6 +170,11 @@ def check_metrics(metrics: dict) -> tuple[Check, ...]:
         refused = float(metrics["step_refused"])
         checks.append(Check(name="predicted KL is finite", passed=not refused, value=refused, bound=0.0))
     return tuple(checks)
+
+
+def describe_update(args: Namespace, config: TrainConfig) -> dict:
+    """How the weights move."""
+    return {"optimizer": args.optimizer} | (asdict(config.logra) if args.optimizer == "logra" else {})
 
 
 def describe_topology(args: Namespace, groups) -> Topology:

@@ -35,6 +35,7 @@ class DryRun:
     measure: bool
     hardware: str
     fit: FitSettings | None = None
+    receipt: str | None = None
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
@@ -62,6 +63,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--fit-over", choices=AXES, nargs="+", help=f"of --fit: what is searched (default: {', '.join(AXES)})")
     add("--fit-jobs", type=int, help="of --fit: dry runs at a time, of 1 to 2 GB each (default: one a core, at most 4)")
     add("--json", metavar="PATH", help="write the report there; - is standard output")
+    add("--receipt", metavar="PATH", help="write a receipt there, to be compared with a run's (tools/compare_receipts.py)")
     return parser
 
 
@@ -73,8 +75,9 @@ def parse_dry_run(argv: Sequence[str], description: str = "") -> DryRun:
     parser = build_parser(description)
     own, flags = parser.parse_known_args(list(argv))
     flags = [*flags, *(word for flag, value in _MISSING.items() if flag not in flags for word in (flag, value))]
-    if own.json and own.json != "-" and not Path(own.json).resolve().parent.is_dir():
-        raise ValueError(f"--json {own.json}: there is no folder {Path(own.json).resolve().parent}")
+    for flag, path in (("--json", own.json), ("--receipt", own.receipt)):
+        if path and path != "-" and not Path(path).resolve().parent.is_dir():
+            raise ValueError(f"{flag} {path}: there is no folder {Path(path).resolve().parent}")
     for name in ("ranks", "prompt_length", "response_length"):
         if getattr(own, name) is not None and getattr(own, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is at least 1, not {getattr(own, name)}")
@@ -100,7 +103,7 @@ def parse_dry_run(argv: Sequence[str], description: str = "") -> DryRun:
     )
     return DryRun(
         args=args, config=config, settings=settings, argv=tuple(flags), json=own.json, measure=own.measure,
-        hardware=own.hardware, fit=fit,
+        hardware=own.hardware, fit=fit, receipt=own.receipt,
     )
 
 
@@ -111,7 +114,9 @@ def _read_fit(own: Namespace) -> FitSettings | None:
             if getattr(own, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is read only with --fit")
         return None
-    for name, given in (("--measure", own.measure), ("--rank", own.rank is not None)):
+    for name, given in (
+        ("--measure", own.measure), ("--rank", own.rank is not None), ("--receipt", own.receipt is not None)
+    ):
         if given:
             raise ValueError(f"{name} is of one step, and --fit tries many: use one of them")
     sizes = {}

@@ -7,14 +7,26 @@ import torch.distributed as dist
 
 from longstraw.dry_run.report import describe_collectives, describe_memory, describe_times, describe_work
 from longstraw.dry_run.watch import Watch
+from longstraw.receipts.collect import now_utc
+from longstraw.receipts.receipt import write_receipt
 from megatron.grpo.dry_run.flags import DryRun
+from megatron.grpo.dry_run.receipt import build_receipt
 from megatron.grpo.dry_run.run import run_fake_step, run_real_step
 
 
 def report_step(dry: DryRun) -> dict:
-    """Run the step and describe it; a measured one by its rank that held most. Collective where it is measured."""
-    started = time.perf_counter()
-    watch = (run_real_step if dry.measure else run_fake_step)(dry.args, dry.config, dry.settings)
+    """Run the step, write its receipt where one is asked for, and describe it; a measured one by its rank that held most.
+    Collective where it is measured."""
+    started, at = time.perf_counter(), now_utc()
+    ran = (run_real_step if dry.measure else run_fake_step)(dry.args, dry.config, dry.settings)
+    watch = ran.watch
+    if dry.receipt:
+        receipt = build_receipt(
+            dry.args, dry.config, watch, ran.facts, started=at, rank=dry.settings.rank, measured=dry.measure,
+            decodes=dry.settings.decodes, hardware=dry.hardware if dry.settings.gpu and not dry.measure else None,
+        )
+        if receipt is not None:
+            write_receipt(dry.receipt, receipt)
     report = describe(dry, watch) | {"wall_seconds": time.perf_counter() - started}
     if not dry.measure:
         return report

@@ -1,7 +1,6 @@
 """One rank's step under a watch: on fake tensors for any world, or for real to measure what the fake one predicts."""
 
 from argparse import Namespace
-from contextlib import nullcontext
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from longstraw.patches.gloo_device import share_gloo_device
 from longstraw.patches.process_groups import initialize_groups, seed_model_parallel
 from megatron.grpo import model_setup
 from megatron.grpo.dry_run.parts import Lengths, build_parts, build_trainer, claim_state
+from megatron.grpo.dry_run.receipt import StepFacts, gather_facts
 from megatron.grpo.group_names import list_ranks, name_groups
 from megatron.grpo.initialize import join_world
 from megatron.grpo.run_config import TrainConfig
@@ -49,7 +49,15 @@ class RunSettings:
     even_choices: bool = False
 
 
-def run_fake_step(args: Namespace, config: TrainConfig, settings: RunSettings) -> Watch:
+@dataclass(frozen=True)
+class RanStep:
+    """A step that has run: what was watched, and what a receipt says beside it."""
+
+    watch: Watch
+    facts: StepFacts
+
+
+def run_fake_step(args: Namespace, config: TrainConfig, settings: RunSettings) -> RanStep:
     """The step on fake tensors. Raises ValueError where this process has joined a world already, and UnknownValue where the
     step asks for a number that only data has."""
     args.perform_initialization, tracker = False, ShapesOnly()
@@ -63,7 +71,7 @@ def run_fake_step(args: Namespace, config: TrainConfig, settings: RunSettings) -
         return _run_step(args, config, settings, tracker)
 
 
-def run_real_step(args: Namespace, config: TrainConfig, settings: RunSettings) -> Watch:
+def run_real_step(args: Namespace, config: TrainConfig, settings: RunSettings) -> RanStep:
     """The step itself, on this rank of the world that torchrun describes."""
     install_cpu_device_layer()
     share_gloo_device()
@@ -97,7 +105,7 @@ def name_spans(groups: ProcessGroupCollection) -> Callable[[object], tuple[str, 
     return name_span
 
 
-def _run_step(args: Namespace, config: TrainConfig, settings: RunSettings, tracker: MemoryTracker) -> Watch:
+def _run_step(args: Namespace, config: TrainConfig, settings: RunSettings, tracker: MemoryTracker) -> RanStep:
     groups = initialize_groups(
         tensor_parallel=args.tensor_model_parallel_size, context_parallel=args.context_parallel_size,
         expert_parallel=args.expert_model_parallel_size,
@@ -110,6 +118,6 @@ def _run_step(args: Namespace, config: TrainConfig, settings: RunSettings, track
         with watch.phase("build"):
             parts = build_parts(args, config, groups, watch, every_block=settings.every_block)
             trainer = build_trainer(parts, settings.lengths, watch, prompts=share, decodes=settings.decodes)
-        trainer.run_step(1)
+        metrics = trainer.run_step(1)
         claim_state(parts, watch)
-    return watch
+    return RanStep(watch, gather_facts(args, groups, trainer, metrics))
