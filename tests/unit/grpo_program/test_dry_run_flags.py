@@ -20,6 +20,8 @@ def parse(flags: str):
     ("--prompt-length 0", "--prompt-length is at least 1, not 0"),
     ("--prompt-length 100000000", "exceed --max-position-embeddings"),
     ("--json nowhere/report.json", "there is no folder"),
+    ("--receipt nowhere/receipt.json", "there is no folder"),
+    ("--fit --receipt receipt.json", "--receipt is of one step, and --fit tries many"),
     ("--device-memory 96GB", "--device-memory is read only with --fit"),
     ("--fit-over chunk", "--fit-over is read only with --fit"),
     ("--fit --measure", "--measure is of one step, and --fit tries many"),
