@@ -76,8 +76,8 @@ def find_differences(receipts: Sequence[Receipt]) -> list[str]:
 
 
 def differ_in_meaning(receipts: Sequence[Receipt]) -> bool:
-    """Whether their gradients mean different things, or some were only foreseen."""
-    return any(read(receipt) != read(receipts[0]) for _, read in _MEANINGS[:3] for receipt in receipts)
+    """Whether their gradients mean different things, some were only foreseen, or their memory counts other things."""
+    return any(read(receipt) != read(receipts[0]) for _, read in _MEANINGS[:4] for receipt in receipts)
 
 
 _COUNTED = {

@@ -6,8 +6,10 @@ import pytest
 from receipt_samples import make_receipt
 
 from longstraw.receipts.compare import describe_topology, differ_in_meaning, find_differences, make_rows, open_receipts
+from longstraw.receipts.compare_plot import draw_memory_over_time, draw_phases
+from longstraw.receipts.plots import start_figure
 from longstraw.receipts.receipt import (
-    Check, CollectiveUse, RankMemory, Results, Staleness, Tokens, write_receipt,
+    Check, CollectiveUse, MemoryMoment, RankMemory, Results, Staleness, Tokens, write_receipt,
 )
 from tools.compare_receipts import main
 
@@ -37,12 +39,13 @@ def test_semantics_come_first_and_then_the_rest():
     (dict(source="dry_run"), "sources differ: measured | foreseen"),
     (dict(semantics="stale_prefix", staleness=Staleness(prefix_age_steps=2, policy="reuse")), "gradient semantics differ"),
     (dict(tokens=Tokens(prompts=3, responses=24, prompt_tokens=301, response_tokens=48, loss_tokens=47)), "numbers of tokens"),
+    (dict(memory=tuple(replace(memory, counted="tensors") for memory in make_receipt().memory)), "countings of memory differ"),
     (dict(update={"optimizer": "logra"}), "update.optimizer differs: not given | logra"),
 ])
 def test_every_kind_of_difference_is_named(change, start):
     receipts = [make_receipt(), make_receipt(**change)]
     assert find_differences(receipts)[0].startswith(start)
-    assert differ_in_meaning(receipts) == ("semantics" in change or "source" in change)
+    assert differ_in_meaning(receipts) == bool({"semantics", "source", "memory"} & change.keys())
 
 
 def test_rows_have_ratios_to_the_first():
@@ -53,6 +56,8 @@ def test_rows_have_ratios_to_the_first():
     assert row(rows, "  replay").ratios == (1.0, 2.0)
     assert row(rows, "tokens a second in replay").values == (None, 10.0)
     assert row(rows, "bytes of all_gather over cp").values == (None, 2048.0)
+    assert row(rows, "calls of all_gather over cp").texts == ("-", "2")
+    assert row(rows, "processor seconds").texts == ("-", "-"), "not known is not 0"
     assert row(rows, "kl").values == (None, 0.5) and not any(r.name == "step" for r in rows)
     assert row(rows, "host bytes").ratios == (None, None)  # nothing over 0
     assert row(rows, "checks").texts == ("1 of 1 passed", "1 of 1 passed")
@@ -85,6 +90,19 @@ def test_folders_files_and_runs_that_have_not_ended(tmp_path):
         open_receipts(tmp_path / "bad.json")
     with pytest.raises(ValueError, match="has no receipt"):
         open_receipts(tmp_path)
+
+
+def test_a_single_step_is_drawn_over_its_seconds_and_a_foreseen_one_as_its_peak(tmp_path):
+    moments = tuple(MemoryMoment(seconds=at, phase="replay", bytes=size) for at, size in ((0.0, 1000), (2.5, 4000)))
+    write_receipt(tmp_path / "measured.json", make_receipt(memory_over_time=moments))
+    write_receipt(tmp_path / "dry.json", make_receipt(source="dry_run", memory=make_receipt().memory[:1], state=(), seconds={}))
+    runs = [open_receipts(tmp_path / name) for name in ("measured.json", "dry.json")]
+    _, (left, right) = start_figure()
+    draw_memory_over_time(left, runs)
+    draw_phases(right, runs)
+    measured, foreseen = left.lines
+    assert [*measured.get_xdata()] == [0.0, 2.5] and [*measured.get_ydata()] == [1000 / 1024, 4000 / 1024]
+    assert [*foreseen.get_ydata()] == [5000 / 1024] * 2 and "foreseen" in foreseen.get_label()
 
 
 def test_the_tool_prints_differences_first_and_draws(tmp_path, capsys):

@@ -67,6 +67,8 @@ def test_a_document_that_is_no_receipt_is_refused(spoil, message):
     (lambda: make_receipt(staleness=Staleness(prefix_age_steps=1)), "semantics exact cannot have a prompt state 1 steps old"),
     (lambda: make_receipt(memory=make_receipt().memory[:1]), r"memory is given for ranks \[0\] of 2"),
     (lambda: make_receipt(state=(replace(make_receipt().state[0], rank=5),)), r"state is given for ranks \[5\]"),
+    (lambda: make_receipt(source="dry_run", state=(), memory=(replace(make_receipt().memory[0], rank=2),)), r"ranks \[2\] of 2"),
+    (lambda: RankMemory(rank=0, peak_bytes=10, categories={}, host_bytes=3, host_categories={"a": 4}), "host categories sum to 4"),
     (lambda: make_receipt(finished="2026-01-02T03:04:04+00:00"), "this order"),
     (lambda: make_receipt(started="2026-01-02T03:04:05"), "time zone"),
     (lambda: make_receipt(seconds={"replay": -1.0}), r"seconds\['replay'\] is -1.0"),
