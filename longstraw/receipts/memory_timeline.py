@@ -6,7 +6,8 @@
         ...
     timeline.whole.moments, timeline.whole.peaks
 
-Few moments are kept: two neighbours become the one that held more, whenever there are too many, so that peaks stay.
+Few moments are kept, evenly spread within a phase: of neighbours that become one it is the one that held more, so that peaks
+stay.
 
 Left out: a peak between two samples (`longstraw.memory_meter` has the whole step's).
 """
@@ -31,13 +32,23 @@ class Track:
         self.started = time.perf_counter()
         self.peaks: dict[str, int] = {}
         self.moments: list[MemoryMoment] = []
+        self._samples_a_moment, self._samples = 1, 0  # of the last moment
 
     def add(self, phase: str, size: int) -> None:
         """What was held, now and in this phase."""
         self.peaks[phase] = max(self.peaks.get(phase, 0), size)
-        self.moments.append(MemoryMoment(seconds=time.perf_counter() - self.started, phase=phase, bytes=size))
+        moment = MemoryMoment(seconds=time.perf_counter() - self.started, phase=phase, bytes=size)
+        last = self.moments[-1] if self.moments else None
+        if last is None or last.phase != phase or self._samples >= self._samples_a_moment:
+            self.moments.append(moment)
+            self._samples = 1
+        else:
+            self._samples += 1
+            if size > last.bytes:
+                self.moments[-1] = moment
         if len(self.moments) >= 2 * MOST_MOMENTS:
             self.moments = thin(self.moments)
+            self._samples_a_moment *= 2
 
 
 def thin(moments: list[MemoryMoment]) -> list[MemoryMoment]:

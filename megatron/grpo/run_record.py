@@ -11,7 +11,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from longstraw.receipts.compare import STEP_FOLDER
 from longstraw.receipts.memory_timeline import Track
 from longstraw.receipts.metrics import read_metrics
 from longstraw.receipts.receipt import (
-    Check, CollectiveUse, Model, RankMemory, Receipt, ResidentState, Results, Tokens, Topology, write_receipt,
+    Check, CollectiveUse, Model, RankMemory, Receipt, ResidentState, Results, Staleness, Tokens, Topology, write_receipt,
 )
 from longstraw.receipts.recorder import RunRecorder
 from megatron.grpo.group_names import name_groups
@@ -37,6 +37,42 @@ PHASE_TOKENS = {
     "responses": ("response_tokens",), "prompt_reverse": ("prompt_tokens",),
 }
 """Phase -> the tokens of a step that it runs through the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Covered:
+    """What a receipt covers, one step or all of this run, as this rank has seen it.
+
+    weights: checksums before and after. counts: of `trainer.TokenCounts`. peak_bytes: of this process. records: of metrics.
+    rollout_lag: in steps.
+    """
+
+    first: int
+    last: int
+    started: str
+    weights: tuple[str, str]
+    counts: dict[str, int]
+    state: tuple[ResidentState, ...]
+    peak_bytes: int
+    seconds: dict[str, float]
+    processor_seconds: dict[str, float]
+    records: list[dict]
+    exchanged: dict[tuple[str, str], Exchange]
+    track: Track
+    rollout_lag: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShare:
+    """What rank 0 needs of each rank."""
+
+    counts: dict[str, int]
+    state: tuple[ResidentState, ...]
+    peak_bytes: int
+    phases: dict[str, int]
+    categories: dict[str, int]
+    host_categories: dict[str, int]
+    rollout_lag: int
 
 
 class RunRecord:
@@ -56,7 +92,7 @@ class RunRecord:
         self.state: tuple[ResidentState, ...] = ()  # of this rank, at the run's fullest moment
         self.exchanges = ExchangeCounts(name_groups(groups))  # of this rank; whoever runs the steps has it watch them
         self.exchanged: dict[tuple[str, str], Exchange] = {}
-        self.peak_bytes = 0
+        self.peak_bytes = self.rollout_lag = 0
         if dist.get_rank() == 0:
             _forget_steps_after(Path(args.output_dir), done)
 
@@ -68,6 +104,7 @@ class RunRecord:
             self.state = state
         peak = read_peak_bytes()
         self.peak_bytes = max(self.peak_bytes, peak)
+        self.rollout_lag = max(self.rollout_lag, trainer.rollout_lag)
         clock = self.recorder.clock
         seconds, self.seconds = take_seconds(clock.seconds, self.seconds)
         processor, self.processor_seconds = take_seconds(clock.processor_seconds, self.processor_seconds)
@@ -76,11 +113,11 @@ class RunRecord:
         fresh = {name: value - counts[name] for name, value in own.items()}
         self.counts = own
         weights = checksum_weights(self.model) if self.config.run.weights_checksum == "step" else self.step_weights
-        receipt = self._build(
-            trainer, first=number, last=number, started=self.step_started, weights=(self.step_weights, weights),
-            counts=fresh, state=state, peak=peak, seconds=seconds, processor=processor, records=[metrics],
-            exchanged=exchanged, track=self.recorder.timeline.take_step(),
-        )
+        receipt = self._build(trainer, Covered(
+            first=number, last=number, started=self.step_started, weights=(self.step_weights, weights), counts=fresh,
+            state=state, peak_bytes=peak, seconds=seconds, processor_seconds=processor, records=[metrics],
+            exchanged=exchanged, track=self.recorder.timeline.take_step(), rollout_lag=trainer.rollout_lag,
+        ))
         self.step_started, self.step_weights = now_utc(), weights
         if receipt is not None:
             write_receipt(Path(self.args.output_dir) / STEP_FOLDER / f"step-{number:06d}.json", receipt)
@@ -88,58 +125,60 @@ class RunRecord:
     def finish(self, trainer, last_step: int) -> None:
         """Write receipt.json, draw the run and print the closing table. Collective."""
         records = read_metrics(self.recorder.metrics.path) if dist.get_rank() == 0 else []
-        receipt = self._build(
-            trainer, first=self.first_step, last=last_step, started=self.started,
-            weights=(self.initial_weights, checksum_weights(self.model)), counts=self._own_counts(trainer),
-            state=self.state, peak=max(self.peak_bytes, read_peak_bytes()), seconds=dict(self.recorder.clock.seconds),
-            processor=dict(self.recorder.clock.processor_seconds), records=records, exchanged=self.exchanges.totals,
-            track=self.recorder.timeline.whole,
-        )
+        receipt = self._build(trainer, Covered(
+            first=self.first_step, last=last_step, started=self.started,
+            weights=(self.initial_weights, checksum_weights(self.model)), counts=self._own_counts(trainer), state=self.state,
+            peak_bytes=max(self.peak_bytes, read_peak_bytes()), seconds=dict(self.recorder.clock.seconds),
+            processor_seconds=dict(self.recorder.clock.processor_seconds), records=records,
+            exchanged=self.exchanges.totals, track=self.recorder.timeline.whole, rollout_lag=self.rollout_lag,
+        ))
         if receipt is not None:
             size, group = self.groups.cp.size(), self.config.objective.group_size
             title = f"{self.args.model_preset}, {self.config.sweeps.semantics}, CP {size}, G {group}"
             self.recorder.finish(receipt, title=title)
 
-    def _build(
-        self, trainer, *, first: int, last: int, started: str, weights: tuple[str, str], counts: dict[str, int],
-        state: tuple[ResidentState, ...], peak: int, seconds: dict[str, float],
-        processor: dict[str, float], records: list[dict], exchanged: dict[tuple[str, str], Exchange], track: Track,
-    ) -> Receipt | None:
-        """The receipt of steps `first` to `last`, on rank 0. Collective."""
-        shares: list = [None] * dist.get_world_size()
-        held = count_resident_bytes(trainer, state), count_host_bytes(trainer, state)
-        dist.all_gather_object(shares, (counts, state, peak, *held, track.peaks))
+    def _build(self, trainer, covered: Covered) -> Receipt | None:
+        """The receipt, on rank 0. Collective."""
+        shares: list[RankShare] = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, RankShare(
+            counts=covered.counts, state=covered.state, peak_bytes=covered.peak_bytes, phases=covered.track.peaks,
+            categories=count_resident_bytes(trainer, covered.state), host_categories=count_host_bytes(trainer, covered.state),
+            rollout_lag=covered.rollout_lag,
+        ))
         if dist.get_rank() != 0:
             return None
+        args, config, records, seconds = self.args, self.config, covered.records, covered.seconds
         metrics, evaluations = records[-1] if records else {}, _evaluations(records)
-        totals = {name: sum(share[0][name] for share in shares) for name in counts}
+        totals = {name: sum(share.counts[name] for share in shares) for name in covered.counts}
         ran = {phase: sum(totals[name] for name in names) for phase, names in PHASE_TOKENS.items() if phase in seconds}
-        args, config = self.args, self.config
         return Receipt(
-            command=("megatron.grpo.train", *sys.argv[1:]), seed=args.seed, started=started, finished=now_utc(),
-            semantics=config.sweeps.semantics, versions=collect_versions(), topology=describe_topology(args, self.groups),
+            command=("megatron.grpo.train", *sys.argv[1:]), seed=args.seed, started=covered.started, finished=now_utc(),
+            semantics=config.sweeps.semantics,
+            staleness=Staleness(rollout_lag_steps=max(share.rollout_lag for share in shares)),
+            versions=collect_versions(), topology=describe_topology(args, self.groups),
             model=Model(
                 preset=args.model_preset, parameters=count_parameters(self.model, self.groups),
-                dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."), initial_weights=weights[0],
-                final_weights=weights[1],
+                dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."), initial_weights=covered.weights[0],
+                final_weights=covered.weights[1],
             ),
-            objective=asdict(config.objective),
-            update=describe_update(args, config),
-            rollout=describe_rollouts(config, trainer.rollouts, records, first),
-            tokens=Tokens(**totals), state=tuple(item for share in shares for item in share[1]),
+            objective=asdict(config.objective), update=describe_update(args, config),
+            rollout=describe_rollouts(config, trainer.rollouts, records, covered.first), tokens=Tokens(**totals),
+            state=tuple(item for share in shares for item in share.state),
             memory=tuple(
                 RankMemory(
-                    rank=rank, peak_bytes=share[2], categories=share[3], host_bytes=sum(share[4].values()),
-                    host_categories=share[4], phases=share[5],
+                    rank=rank, peak_bytes=share.peak_bytes, categories=share.categories, phases=share.phases,
                     counted="allocator" if torch.cuda.is_available() else "process",
+                    host_bytes=sum(share.host_categories.values()), host_categories=share.host_categories,
                 )
                 for rank, share in enumerate(shares)
             ),
-            seconds=seconds, processor_seconds=processor,
+            seconds=seconds, processor_seconds=covered.processor_seconds,
             phase_tokens={phase: tokens for phase, tokens in ran.items() if tokens},
-            memory_over_time=tuple(track.moments), collectives=describe_exchanges(exchanged), metrics=metrics,
+            memory_over_time=tuple(covered.track.moments), collectives=describe_exchanges(covered.exchanged),
+            metrics=metrics,
             results=Results(
-                first_step=first, last_step=last, first_eval_reward_mean=evaluations[0] if evaluations else None,
+                first_step=covered.first, last_step=covered.last,
+                first_eval_reward_mean=evaluations[0] if evaluations else None,
                 last_eval_reward_mean=evaluations[-1] if evaluations else None,
             ),
             checks=check_metrics(metrics),

@@ -81,6 +81,7 @@ class Trainer:
         self.world = dist.group.WORLD
         self.device = sampler.device
         self.counts = TokenCounts()
+        self.rollout_lag = 0  # steps between the weights that sampled the last committed step's responses and those it trained
         self.started = time.perf_counter()
 
     def train(self, first_step: int) -> int:
@@ -186,6 +187,7 @@ class Trainer:
             self._roll_back(snapshot)
             raise
         self.counts.add(groups)
+        self.rollout_lag = max((number - 1 - s.weight_version for group in groups for s in group.samples), default=0)
         self._show_failures(number)
         if self.weight_sync is not None:
             with self.recorder.clock.phase("weight_sync"):

@@ -129,6 +129,7 @@ def check_step_receipts(folder: Path, whole: dict, records: list[dict]) -> None:
         for memory in step["memory"]:
             assert memory["phases"].keys() >= {"capture", "responses", "prompt_reverse", "commit"}, memory
             assert memory["categories"].keys() == {"weights", "gradients", "optimizer", "prompt_state", "adjoints"}, memory
+        assert step["staleness"] == {"policy": "recapture", "prefix_age_steps": 0, "rollout_lag_steps": 0}
         assert {moment["phase"] for moment in step["memory_over_time"]} >= {"capture", "prompt_reverse"}
         assert step["state"] and all(check["passed"] for check in step["checks"]) and len(step["checks"]) == 3
 

@@ -15,6 +15,9 @@ def test_moments_are_thinned_and_the_highest_stays():
     assert max(moment.bytes for moment in track.moments) == track.peaks["replay"] == 10_000
     seconds = [moment.seconds for moment in track.moments]
     assert seconds == sorted(seconds)
+    kept = [moment.bytes for moment in track.moments if moment.bytes != 10_000]
+    steps = [after - before for before, after in zip(kept, kept[1:])]
+    assert max(steps) <= 4 * min(steps[:-1]), "as many of the beginning as of the end"
 
 
 def test_what_is_held_at_a_change_belongs_to_both_phases():
