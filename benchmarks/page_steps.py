@@ -8,6 +8,7 @@ from collections import defaultdict
 from statistics import median
 
 from benchmarks.step_part import Point, parse_slug
+from benchmarks.systems import SYSTEMS
 
 QUANTITIES = {
     "cpu_seconds": "Processor seconds of a step",
@@ -74,8 +75,7 @@ def _cell(systems, system: str, quantity: str) -> str:
 
 def write_step_tables(steps: Steps) -> list[str]:
     """A table for each quantity: exact in seconds or MB, every other system as a multiple of it."""
-    names = list(dict.fromkeys(name for systems in steps.values() for name in systems))
-    names.sort(key=lambda name: (name != "exact", name != "response_only"))
+    names = [name for name in SYSTEMS if any(name in systems for systems in steps.values())]
     lines: list[str] = []
     for quantity, title in QUANTITIES.items():
         lines += [f"### {title}", "", "| model | prompt | G | " + " | ".join(names) + " |", "|---" * (len(names) + 3) + "|"]
