@@ -123,8 +123,8 @@ def test_a_process_out_of_memory_and_one_out_of_time_are_results(tmp_path):
 
 
 @pytest.mark.parametrize("bad, sentence", [
-    (["--parts", "step,speed"], "--parts step,speed is not known"),
-    (["--systems", "exact", "quick"], "--systems exact quick is not known"),
+    (["--parts", "step,speed"], "--parts speed is not known"),
+    (["--systems", "exact", "quick"], "--systems quick is not known"),
     (["--model-preset", "tiny-qwen3.6"], "has a hook for attention alone, and --model-preset tiny-qwen3.6 has other layers"),
     (["--model-preset", "no-such-model"], "--model-preset no-such-model is not known"),
     (["--group-sizes", "1"], "are at least 2: responses are compared"),
