@@ -56,10 +56,9 @@ def _pass_state_sampled(tracker: MemoryTracker):
             two, state = pass_state(*(t[:2] for t in args[:-1]), args[-1])
         tracker.counter = None  # what the others leave has been counted
         try:
-            outputs = [two[n % 2].clone() for n in range(chunks)]
+            return torch.stack([two[n % 2].clone() for n in range(chunks)]), state
         finally:
             tracker.counter = counter
-        return torch.stack(outputs), state
 
     return sampled
 

@@ -1,5 +1,7 @@
 """A GPU's ways on shapes alone: which operations are reached, and what is refused."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -104,6 +106,28 @@ def test_what_a_gpu_would_not_do_is_refused(tracker):
         with pytest.raises(UnknownValue, match="delta rule, which a GPU would not"):
             rule(*arguments)
     assert gated_delta_net.chunked_delta_rule is not delta_rule.chunked_delta_rule
+
+
+def pass_state(tracker, chunks: int):
+    """The counts and the peak of the recurrence over so many chunks."""
+    J, C, K, V = 6, 32, 128, 128
+    kinds = ([J, C, K], [J, C, K], [J, C, V], [J, C, K], [J, C, C], [J, C, 1], [J, C, 1], [J, 1, 1])
+    inputs = [unknown(chunks, *shape, dtype=torch.float32) for shape in kinds]
+    with tracker.phase("work", "chunk_graph"), tracker.counter.phase("work"):
+        o, state = delta_rule._pass_state(*inputs, unknown(J, K, V, dtype=torch.float32))
+    assert o.shape == (chunks, J, C, V) and state.shape == (J, K, V)
+    return tracker.counter.read()["work"], tracker.phases["work"]["device"].bytes
+
+
+def test_two_chunks_of_a_probe_stand_for_all():
+    found = []
+    for kernels_of in (gpu_kernels, lambda tracker: nullcontext()):
+        with ShapesOnly() as tracker, kernels_of(tracker):
+            tracker.counter = OperationCounter(lambda group: ("all", GroupSpan(1, 1)))
+            found.append(pass_state(tracker, 8))
+    (sampled, peak), (right, right_peak) = found
+    assert sampled.operations == right.operations and sampled.traffic == right.traffic
+    assert peak == pytest.approx(right_peak, rel=0.1)
 
 
 def test_afterwards_everything_is_as_before():
