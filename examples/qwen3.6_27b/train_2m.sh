@@ -6,7 +6,7 @@
 #
 # Responses are decoded from the prompt state that the step has captured anyway, whose pages then cross to the device for every
 # token of the group: where an engine serves the prompt, --rollout-engine vllm takes that off (docs/rollouts.md).
-# `dry_run_2m.sh` beside this gives the figures. A flag given here comes after the script's own and wins. Not yet run on GPUs.
+# `dry_run_2m.sh` beside this gives the figures: 93.9 GB on the device and 100.2 GB on the host of a rank (docs/dry_run.md). A flag given here comes after the script's own and wins. Not yet run on GPUs.
 #
 #   WEIGHTS, TOKENIZER, DATA, OUTPUT     converted weights, Hugging Face folder, prompts, where the run lies (below)
 set -euo pipefail
@@ -29,7 +29,7 @@ flags=(
     --page-residency host
     --adjoint-residency host
     --attention-output-residency host          # the reverse sweep does not redo the quadratic part
-    --prompt-chunk-size 6144                   # the live graph: 3.3 GB for each 1,000 tokens of a chunk
+    --prompt-chunk-size 6144                   # the live graph: 3.4 GB for each 1,000 tokens of a chunk
     --response-block-size 4096                 # of a response: each block adds to all adjoints on the host once
     --responses-per-replay 1
 
