@@ -7,8 +7,7 @@ smallest and the largest in brackets. Left out: any judgement of ratios that wer
 from collections import defaultdict
 from statistics import median
 
-from benchmarks.step_part import Point, parse_slug
-from benchmarks.systems import SYSTEMS
+from benchmarks.points import SYSTEMS, Point, parse_slug
 
 QUANTITIES = {
     "cpu_seconds": "Processor seconds of a step",

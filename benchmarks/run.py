@@ -24,9 +24,7 @@ PARTS = ("step", "limit", "cp", "optimizer", "sync")
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The program's flags."""
-    from benchmarks.systems import PREFIX_GROUPER, SYSTEMS
-    from benchmarks.transformers_model import has_only_attention
-    from megatron.grpo.presets import get_preset
+    from benchmarks.points import PREFIX_GROUPER, SYSTEMS
     from tools.tool_flags import check_at_least_1, check_seed
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -75,6 +73,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--group-size, --group-sizes and --limit-group-size are at least 2: responses are compared")
     if min(args.prompt_length, args.limit_from, *args.prompt_lengths) < 2:
         parser.error("--prompt-length, --prompt-lengths and --limit-from are at least 2: a prompt's last token starts the responses")
+    if args.page_only:
+        return args
+    from benchmarks.transformers_model import has_only_attention
+    from megatron.grpo.presets import get_preset
+
     for name in (args.model_preset, args.cp_model_preset):
         try:
             get_preset(name)

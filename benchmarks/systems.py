@@ -22,16 +22,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.points import PREFIX_GROUPER, SYSTEMS, TRL
 from benchmarks.step import build_update, parse_arguments
 from benchmarks.transformers_model import export_model
 from benchmarks.updates import Batch, draw_batch
 from megatron.grpo.presets import get_preset
-
-LONGSTRAW = ("exact", "response_only")
-MEGATRON = (*LONGSTRAW, "conventional", "checkpointed")
-TRL = ("trl", "trl_checkpointed")
-PREFIX_GROUPER = ("prefix_grouper", "prefix_grouper_checkpointed")
-SYSTEMS = (*MEGATRON, *TRL, *PREFIX_GROUPER)
 
 WARM_UP_TOKENS = 256
 """Prompt of the step that makes moments and thread pools before anything is measured."""

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import longstraw.patches.process_groups as process_groups
-from benchmarks.systems import MEGATRON, SYSTEMS, Setup, draw_centred, export_weights_of, run_steps
+from benchmarks.points import MEGATRON, SYSTEMS
+from benchmarks.systems import Setup, draw_centred, export_weights_of, run_steps
 from benchmarks.transformers_model import load_model
 from benchmarks.updates import Batch, weighted_loss
 from megatron.grpo.conversion.weights import hf_tensors

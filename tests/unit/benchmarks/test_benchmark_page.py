@@ -14,9 +14,9 @@ from benchmarks.limit_part import find_longest  # noqa: E402
 from benchmarks.measurement import Work, measure_in_process, open_server  # noqa: E402
 from benchmarks.page import write_page  # noqa: E402
 from benchmarks.page_steps import collect_steps, judge_bars  # noqa: E402
+from benchmarks.points import Point, estimate_seconds, list_points  # noqa: E402
 from benchmarks.results import ResultStore  # noqa: E402
 from benchmarks.run import parse_arguments  # noqa: E402
-from benchmarks.step_part import Point, estimate_seconds, list_points  # noqa: E402
 from benchmarks.systems import Setup, run_steps  # noqa: E402
 
 
