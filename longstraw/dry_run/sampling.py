@@ -6,7 +6,7 @@ it would leave is stored all the same (pages, boundary states, kept outputs), fr
 the reverse sweep would drop it: no peak is missed that these blocks would have had. Its operations are counted by the
 blocks that ran, between which they grow evenly. Of responses of one shape the first two run.
 
-The first block of every other shape runs too.
+The first and the last block of every other shape run too.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,10 +44,11 @@ class SampledEngine(ReplayEngine):
         chosen = {0, 1, blocks - 1}
         for block in self._find_changes(state, blocks):
             chosen |= {block - 1, block}
-        seen = {}
+        first, last = {}, {}
         for block in range(blocks):
-            seen.setdefault(shape_of(state, block), block)
-        return spread_weights(sorted(chosen | set(seen.values())))
+            first.setdefault(shape_of(state, block), block)
+            last[shape_of(state, block)] = block  # it reads the most pages of its shape
+        return spread_weights(sorted({*chosen, *first.values(), *last.values()}))
 
     def _find_changes(self, state: SegmentState, blocks: int) -> list[int]:
         """The first block of each new way to attend, by bisection: a way that is left is not taken again."""
