@@ -15,6 +15,7 @@ is left running, and the same command goes on from there.
 import argparse
 import hashlib
 import json
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -23,11 +24,12 @@ from longstraw.rollout.topology.channel import read_token
 from longstraw.rollout.topology.config import DeadlineConfig
 from longstraw.rollout.topology.flags import add_flags, build_config
 from longstraw.rollout.topology.gathering import split_rendezvous
-from longstraw.rollout.topology.run import Site, run_switch
+from longstraw.rollout.topology.run import FAILED, REFUSED, STOPPED, Site, run_switch
 from megatron.grpo.topology.commands import SERVER_OWNED, TRAINER_OWNED, Commands, check_flags, check_server_flags
 from megatron.grpo.topology.config import SwitchConfig
 from megatron.grpo.topology.job import LoopJob
 from megatron.grpo.topology.plan import print_plan
+from megatron.grpo.topology.trainer_check import CheckFailed, list_refusals
 
 
 def split_words(argv: list[str]) -> tuple[list[str], tuple[str, ...], tuple[str, ...]]:
@@ -59,12 +61,26 @@ def parse_arguments(argv: list[str]) -> tuple[SwitchConfig, DeadlineConfig, tupl
         config, deadlines = build_config(SwitchConfig, namespace), build_config(DeadlineConfig, namespace)
         check_flags(trainer_flags, TRAINER_OWNED, "trainer")
         check_flags(server_flags, SERVER_OWNED, "engine")
-        check_server_flags(config, server_flags)
         if config.rendezvous:
             split_rendezvous(config.rendezvous)
+        warning = check_server_flags(config, server_flags, trainer_flags)
+        if warning:
+            print(f"switch_topology: warning: {warning}", file=sys.stderr)
     except ValueError as error:
         parser.error(str(error))
     return config, deadlines, trainer_flags, server_flags
+
+
+def check_trainer(commands: Commands, *, elsewhere: bool) -> bool:
+    """Whether the trainer would take its flags; what it has against them is on standard error then. A signal meanwhile
+    ends this process, with nothing started."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, lambda *_: sys.exit(STOPPED))
+    print("switch_topology: checking the trainer's flags", file=sys.stderr, flush=True)
+    sentences = list_refusals(commands, elsewhere=elsewhere)
+    for sentence in sentences:
+        print(f"switch_topology: error: the trainer refuses its flags: {sentence}", file=sys.stderr, flush=True)
+    return not sentences
 
 
 def fingerprint(config: SwitchConfig, *others) -> str:
@@ -77,14 +93,17 @@ def main(argv: list[str]) -> int:
     """The program; returns the exit status."""
     config, deadlines, trainer_flags, server_flags = parse_arguments(argv)
 
-    def make_commands(site: Site) -> Commands:
-        token = read_token(config.switch / "token", create=site.rank == 0 and not config.plan) or b""
+    def make_commands(site: Site, *, planned: bool = config.plan) -> Commands:
+        token = read_token(config.switch / "token", create=site.rank == 0 and not planned) or b""
         secret = hashlib.sha256(b"ray" + token).hexdigest()
         return Commands(
             config=config, site=site, trainer_flags=trainer_flags, server_flags=server_flags,
-            grace_seconds=deadlines.grace_seconds, ray_secret=secret, planned=config.plan,
+            grace_seconds=deadlines.grace_seconds, ray_secret=secret, planned=planned,
         )
 
+    site = Site(rank=config.node_rank, count=config.num_nodes)
+    if not check_trainer(make_commands(site, planned=True), elsewhere=config.plan):
+        return REFUSED
     if config.plan:
         print_plan(config, make_commands, deadlines)
         return 0
@@ -98,4 +117,8 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except CheckFailed as failure:
+        print(f"switch_topology: {failure}", file=sys.stderr)
+        sys.exit(FAILED)

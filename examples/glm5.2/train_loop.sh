@@ -18,6 +18,13 @@ weights=${WEIGHTS:-weights/glm-5.2}        # from tools/convert_checkpoint.py --
 data=${DATA:-prompts.parquet}
 output=${OUTPUT:-runs/glm-5.2-loop}
 
+if [ "${NNODES:-4}" != 4 ]; then
+    echo "train_loop: NNODES=$NNODES: the ranks here (context and expert parallel 32) are those of 4 nodes of 8 GPUs" >&2
+    exit 2
+elif [ "${PLAN:-0}" = 0 ] && { [ -z "${NODE_RANK:-}" ] || [ -z "${MASTER_ADDR:-}" ]; }; then
+    echo "train_loop: set NODE_RANK (0 to 3) and MASTER_ADDR (the first node) on each of the 4 nodes" >&2
+    exit 2
+fi
 switcher=(
     --run-dir "$output"
     --model "$hf"

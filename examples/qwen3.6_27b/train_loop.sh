@@ -10,6 +10,8 @@
 #
 # vLLM serves with tensor parallel 8 on the first node; Megatron trains with tensor parallel 4 (which must divide the model's 4
 # key-value heads), context parallel 2 on one node and 4 on several, and data parallel over the rest. Not yet run on GPUs.
+# One engine serves whatever the number of nodes: the GPUs of the others idle while it samples. More of them sample with an
+# engine over Ray (--rollout-tensor-parallel-size 8 --rollout-pipeline-parallel-size 4), at a pipeline's latency a token.
 #
 #   HF, WEIGHTS, DATA, OUTPUT     Hugging Face folder, converted weights, prompts, where the run lies (below)
 set -euo pipefail
@@ -21,6 +23,13 @@ data=${DATA:-prompts.parquet}
 output=${OUTPUT:-runs/qwen3.6-27b}
 nodes=${NNODES:-1}
 
+if ! [[ $nodes =~ ^(1|[0-9]*[02468])$ ]] || [ "$nodes" -lt 1 ]; then
+    echo "train_loop: NNODES=$nodes: the ranks here are those of 1 node of 8 GPUs, or of an even number of them" >&2
+    exit 2
+elif [ "$nodes" != 1 ] && [ "${PLAN:-0}" = 0 ] && { [ -z "${NODE_RANK:-}" ] || [ -z "${MASTER_ADDR:-}" ]; }; then
+    echo "train_loop: NNODES=$nodes: set NODE_RANK (0 to $((nodes - 1))) and MASTER_ADDR (the first node) on each node" >&2
+    exit 2
+fi
 switcher=(
     --run-dir "$output"
     --model "$hf"
@@ -31,7 +40,7 @@ switcher=(
     --weight-sync full
     --grace-seconds "${GRACE_SECONDS:-240}"
 )
-[ "$nodes" -eq 1 ] || switcher+=(--node-rank "$NODE_RANK" --rendezvous "$MASTER_ADDR")
+[ "$nodes" = 1 ] || switcher+=(--node-rank "${NODE_RANK:-0}" --rendezvous "${MASTER_ADDR:-localhost}")
 [ "${PLAN:-0}" = 0 ] || switcher+=(--plan)
 
 trainer=(

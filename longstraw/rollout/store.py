@@ -200,11 +200,16 @@ def _to_table(group: StoredGroup, manifest: StepManifest) -> pa.Table:
         "finish_reason": pa.array([sample.finish_reason for sample in group.samples], pa.string()),
         "reward": pa.array(group.rewards, pa.float64()),
         "reward_status": pa.array(group.statuses, pa.string()),
-        "reward_message": pa.array(group.messages, pa.string()),
+        "reward_message": pa.array([_plain_text(message) for message in group.messages], pa.string()),
         "kept": pa.array(group.kept, pa.bool_()),
         "routes": pa.array([_plain_routes(sample.routes) for sample in group.samples], SCHEMA.field("routes").type),
     }
     return pa.table(columns, schema=SCHEMA)
+
+
+def _plain_text(text: str) -> str:
+    """Text that has a UTF-8 form: a lone surrogate, as of bytes that were no text, is written out."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _plain_routes(routes: RoutedExperts | None) -> dict | None:

@@ -44,7 +44,11 @@ class Deadline:
 
 
 def send_message(connection: socket.socket, content: dict[str, Any], deadline: Deadline) -> None:
-    """Send one message. Raises WireError where the other side is gone or does not read in time."""
+    """Send one message.
+
+    Raises ValueError where JSON has no such content, such as a number that is not finite: nothing is sent then; WireError
+    where the other side is gone or does not read in time.
+    """
     body = json.dumps(content, allow_nan=False).encode()
     if len(body) > LONGEST_MESSAGE:
         raise WireError(f"a message of {len(body)} bytes is longer than {LONGEST_MESSAGE}")
@@ -77,6 +81,8 @@ def receive_message(
         content = json.loads(body)
     except ValueError as error:
         raise WireError(f"not a message: {error}") from None
+    except RecursionError:
+        raise WireError("not a message: nested too deeply") from None
     if not isinstance(content, dict):
         raise WireError("not a message: no JSON object")
     return content

@@ -12,6 +12,7 @@ import ctypes
 import math
 import os
 import signal
+import sys
 import traceback
 from multiprocessing.connection import Connection
 from numbers import Real
@@ -44,7 +45,10 @@ def serve(fd: int, parent_pid: int, names: list[str]) -> None:
         def send(number: int, kind: str, payload: Any = None) -> None:
             if os.getpid() != own_pid:  # a fork that came back out of a reward function, or of its import
                 os._exit(1)
-            connection.send((own_pid, number, kind, payload))
+            try:
+                connection.send((own_pid, number, kind, payload))
+            except ConnectionError:
+                sys.exit(0)  # the pool has closed its end, and wants no answers any more
 
         try:
             functions = [resolve_reward(name) for name in names]
@@ -55,12 +59,14 @@ def serve(fd: int, parent_pid: int, names: list[str]) -> None:
         while True:
             try:
                 number, sample = connection.recv()
-            except EOFError:
-                return
+            except (EOFError, ConnectionError):
+                return  # closed, or closed with messages of ours that nobody has read, which resets the connection
             outcomes = []
             for index, function in enumerate(functions):
                 send(number, "begin", index)
-                outcomes.append(call_reward(names[index], function, sample))
+                status, value, message = call_reward(names[index], function, sample)
+                # A lone surrogate in a message, as of bytes that were no text, could not be stored.
+                outcomes.append((status, value, message.encode(errors="backslashreplace").decode()))
             send(number, "done", outcomes)
 
 

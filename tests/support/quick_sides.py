@@ -40,7 +40,11 @@ def read_checkpoint(folder: Path) -> dict:
 
 
 def pass_through(folder: Path, phase: str, step: int) -> None:
-    """Stay in a phase for a moment, and as long as a test holds it; `at-PHASE-STEP` says that it has been reached."""
+    """Stay in a phase for a moment, and as long as a test holds it; `at-PHASE-STEP` says that it has been reached. With
+    `refuse-PHASE-STEP` end as a program does that refuses its flags, and say one thing more, as launchers do."""
+    if (folder / f"refuse-{phase}-{step}").exists():
+        print("quick: error: no such flag\nlaunch: rank 0 exited with 2", file=sys.stderr, flush=True)
+        os._exit(2)
     time.sleep(0.02)
     while (folder / f"hold-{phase}-{step}").exists():
         (folder / f"at-{phase}-{step}").touch()

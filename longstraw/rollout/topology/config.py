@@ -10,8 +10,9 @@ from longstraw.rollout.topology.states import State
 class DeadlineConfig:
     """Deadlines of the states, and what happens after one."""
 
-    training_seconds: float = 86_400.0
-    """Longest time for one training step, the start of its ranks included."""
+    training_seconds: float = 28_800.0
+    """Longest time for one training step, the start of its ranks included. It must be well below a job's time limit, or
+    a step that hangs is ended by the limit and begun again in the next job, for ever."""
 
     exporting_seconds: float = 3_600.0
     """Longest time for the weights to be written once the step is committed; where a trainer has to be started for it,
@@ -24,7 +25,7 @@ class DeadlineConfig:
     rollout_up_seconds: float = 1_800.0
     """Longest time for the engine to load the weights and answer."""
 
-    generating_seconds: float = 86_400.0
+    generating_seconds: float = 28_800.0
     """Longest time for one step's rollouts and rewards."""
 
     rollout_down_seconds: float = 300.0

@@ -3,6 +3,8 @@
 Each question is answered from what every host said after its last order; until then the answer is "not yet".
 """
 
+import os
+from pathlib import Path
 from typing import Literal
 
 from longstraw.rollout.topology.hosts import Host
@@ -11,6 +13,9 @@ from longstraw.rollout.topology.node import NodeStatus, Order
 
 REFUSED = 2
 """Exit status of a program for flags that cannot be run."""
+
+
+_LAST_BYTES, _LAST_LINES, _LONGEST_WORDS = 1 << 16, 80, 500
 
 
 class StageFailed(RuntimeError):
@@ -131,4 +136,17 @@ class Crew:
 def _explain_end(host: Host, status: NodeStatus, role: str, when: str) -> StageFailed:
     code = status.roles[role]
     text = f"the {role} on {host.name} ended with status {code}{when}; its output is in {status.logs[role]}"
-    return StageFailed(text, hopeless=code == REFUSED)
+    last = find_last_words(Path(status.logs[role]))
+    return StageFailed(text + (f" and says: {last}" if last else ""), hopeless=code == REFUSED)
+
+
+def find_last_words(log: Path) -> str:
+    """What a program that has failed said at its end: its last `error:`, after which launchers may have gone on; else its
+    last line. "" where the log says nothing, or is not on a file system that this host shares."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()[-_LAST_LINES:] if line.strip()]
+    except FileNotFoundError:
+        return ""
+    return next((line for line in reversed(lines) if ": error: " in line), lines[-1] if lines else "")[:_LONGEST_WORDS]

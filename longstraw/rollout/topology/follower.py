@@ -43,6 +43,9 @@ def follow(
     except (ChannelClosed, HostLost) as error:
         clear_host(node, clear_seconds)
         raise HostLost(f"{error}; everything on this host is ended") from None
+    except OSError:  # such as a full disk under the record of what runs here
+        clear_host(node, clear_seconds)
+        raise
 
 
 def clear_host(node: LocalNode, seconds: float) -> list[str]:

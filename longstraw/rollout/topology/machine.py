@@ -19,7 +19,11 @@ TICK_SECONDS = 0.1
 
 
 class GaveUp(RuntimeError):
-    """The run cannot go on."""
+    """The run cannot go on. refused: since a program refuses its flags."""
+
+    def __init__(self, text: str, *, refused: bool = False):
+        super().__init__(text)
+        self.refused = refused
 
 
 class Machine:
@@ -56,7 +60,7 @@ class Machine:
             before, progress = progress, self.job.read_progress()
             failures = failures + 1 if before == progress else 1
             if problem.hopeless:
-                raise GaveUp(f"{place[0].value} of step {place[1]} cannot be run: {problem}")
+                raise GaveUp(f"{place[0].value} of step {place[1]} cannot be run: {problem}", refused=True)
             if failures >= self.deadlines.attempts:
                 raise GaveUp(f"{place[0].value} of step {place[1]} failed {failures} times in a row (--attempts): {problem}")
             place = choose_state(progress, self.job.last_step)
@@ -99,8 +103,8 @@ class Machine:
         """End every program in an orderly way, clear everything and raise StopAsked."""
         self.say(f"step {step}: {state.value} is stopped by a signal; programs have {self.deadlines.grace_seconds:g} s to end")
         deadline = time.monotonic() + self.deadlines.grace_seconds
-        first, ended = self.signals(), False
-        while not ended and time.monotonic() < deadline and self.signals() <= max(first, 1):
+        ended = False
+        while not ended and time.monotonic() < deadline and self.signals() < 2:  # a second one, also in the same tick
             try:
                 ended = self.crew.end("trainer", "exporter", "generator") and self.crew.end("server") and self.crew.end("ray")
             except StageFailed as failure:

@@ -105,7 +105,8 @@ class LocalNode:
         self._scratch: set[str] = set()
         self._baseline: dict[str, int] = {}
         self._clearing, self._cleared, self._held = False, False, _NOT_LOOKED
-        self._began = self._observed = self._asked = 0.0
+        self._before: dict[str, int] | None = None  # file in /dev/shm -> its number, of when nothing of ours ran
+        self._observed = self._asked = 0.0
         self._resident_bytes, self._device_bytes, self._device_clauses = 0, 0, _NOT_LOOKED
         self._written = ""
         self._read_record()
@@ -122,7 +123,8 @@ class LocalNode:
             running = self.commands.get(order.role)
             if running is not None and running.status is None:
                 raise ValueError(f"the {order.role} runs already")
-            self._began = self._began or time.time()
+            if self._before is None:
+                self._before = _number_files()
             self._clearing = self._cleared = False
             self._make_temporary()
             command = KeptCommand(self.build(order.role, order.step, order.ports), self.mark, self.temporary)
@@ -177,6 +179,11 @@ class LocalNode:
 
     def _observe(self, ours: list[Process]) -> None:
         """Remember processes and shared memory, on the disk where there is something new."""
+        self._look_at(ours)
+        self._write_record()
+
+    def _look_at(self, ours: list[Process]) -> None:
+        """Remember processes and shared memory."""
         # `ours` has all that was known and runs: what has ended is forgotten.
         self._seen = {process.key: process.name for process in ours}
         self._sessions = {process.session for process in ours} - {os.getsid(0)}
@@ -186,25 +193,26 @@ class LocalNode:
             self._shared |= {path for path in list_shared_memory(process) - self._shared if self._is_ours(path)}
         # A file that was just made may not be mapped yet: its name counts as new for a while.
         self._known = frozenset(name for name in listed if not _is_younger(SHARED_MEMORY / name, NEW_SECONDS))
-        self._write_record()
 
     def _is_ours(self, path: str) -> bool:
         """Whether a file in /dev/shm that our processes hold is one that they made: it lies at the top, as what
-        libraries make there does, and is younger than they are. Folders there are the user's, as are files that were
-        there before."""
+        libraries make there does, and was not there before them, which no clock is asked about. Folders there are the
+        user's."""
         try:
             state = os.stat(path)
         except FileNotFoundError:
             return False
-        at_top = os.path.dirname(path) == str(SHARED_MEMORY)
-        return at_top and stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid() and state.st_ctime >= self._began
+        folder, name = os.path.split(path)
+        new = self._before is not None and self._before.get(name) != state.st_ino
+        return folder == str(SHARED_MEMORY) and stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid() and new
 
     def _clear(self) -> None:
         """One pass of killing and looking."""
         processes = list_processes()
         ours = self._find(processes)
-        self._observe(ours)
+        self._look_at(ours)
         kill_processes(ours)
+        self._try_to_write_record()
         _reap_children({command.process.pid for command in self.commands.values()})
         held = [f"process {process.pid} ({process.name})" for process in ours]
         if not ours:
@@ -215,8 +223,8 @@ class LocalNode:
         if not held:
             for forgotten in (self._seen, self._sessions, self._shared, self._scratch, self.commands):
                 forgotten.clear()
-            self._clearing, self._cleared, self._began = False, True, 0.0
-            self._write_record()
+            self._clearing, self._cleared, self._before = False, True, None
+            self._try_to_write_record()
 
     def _look_at_devices(self) -> list[str]:
         """One clause for each device that is not empty. The lowest use ever seen in between is what empty means."""
@@ -237,11 +245,19 @@ class LocalNode:
             self._asked = time.monotonic()
         return self._device_clauses
 
+    def _try_to_write_record(self) -> None:
+        """While everything is killed, a disk that is full or gone must not be in the way; the next start writes again,
+        and fails where it still is."""
+        try:
+            self._write_record()
+        except OSError:
+            pass
+
     def _write_record(self) -> None:
         content = {
             "boot_id": read_boot_id(), "host": socket.gethostname(), "mark": self.mark, "baseline": self._baseline,
             "processes": sorted([*key, name] for key, name in self._seen.items()), "sessions": sorted(self._sessions),
-            "shared_memory": sorted(self._shared), "began": self._began,
+            "shared_memory": sorted(self._shared), "before": self._before,
             "scratch": sorted(self._scratch),
         }
         text = json.dumps(content, indent=1) + "\n"
@@ -257,7 +273,7 @@ class LocalNode:
         content = json.loads(self.record.read_text())
         if content["boot_id"] != read_boot_id() or content["host"] != socket.gethostname():
             return
-        self._baseline, self._began = content["baseline"], content["began"]
+        self._baseline, self._before = content["baseline"], content.get("before")
         running = list_processes()
         self._seen = {
             (pid, started): name for pid, started, name in content["processes"]
@@ -268,6 +284,12 @@ class LocalNode:
         # A session's number is given to no other process while any of its members is there.
         keepers = {process.session for key in self._seen for process in [running[key[0]]]}
         self._sessions = {session for session in content["sessions"] if session in keepers}
+
+
+def _number_files() -> dict[str, int]:
+    """The files in /dev/shm by name, each with its number, which a file that takes the name later has not."""
+    with os.scandir(SHARED_MEMORY) as entries:
+        return {entry.name: entry.inode() for entry in entries}
 
 
 def _is_younger(path: Path, seconds: float) -> bool:

@@ -31,8 +31,8 @@ from longstraw.rollout.topology.machine import GaveUp, Machine
 from longstraw.rollout.topology.node import LocalNode
 from longstraw.rollout.topology.stages import Job
 
-DONE, FAILED, STOPPED = 0, 1, 75
-"""Exit statuses. 75 (EX_TEMPFAIL): stopped by a signal, everything saved; the same command goes on from there."""
+DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75
+"""Exit statuses. 2: a program of the run has refused its flags. 75 (EX_TEMPFAIL): stopped by a signal, everything saved; the same command goes on from there."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -86,7 +86,7 @@ def run_switch(
         return STOPPED
     except (HostLost, GaveUp, ValueError, RuntimeError, OSError) as error:
         say(str(error))
-        return FAILED
+        return _choose_status(error)
 
 
 def _lead(make_job, make_build, folder, deadlines, count, rendezvous, fingerprint, signals, say) -> int:
@@ -109,6 +109,7 @@ def _lead(make_job, make_build, folder, deadlines, count, rendezvous, fingerprin
     except StopAsked:
         status = STOPPED
     except Exception as error:
+        status = _choose_status(error)
         journal.write("lost" if isinstance(error, HostLost) else "gave_up", reason=str(error))
         raise
     finally:
@@ -141,6 +142,10 @@ def _follow(make_build, folder, deadlines, rank, count, rendezvous, fingerprint,
         )
     finally:
         channel.close()
+
+
+def _choose_status(error: Exception) -> int:
+    return REFUSED if isinstance(error, GaveUp) and error.refused else FAILED
 
 
 def resolve(host: str) -> str:

@@ -52,7 +52,7 @@ def write_ready_file(path: Path, content: dict) -> None:
 
 def main() -> int:
     """The program; returns the exit code."""
-    config = parse_config()
+    config = parse_config(needs_model=True)
     ready_file = Path(config.ready_file)
     asked, ask = os.pipe()
     os.set_blocking(ask, False)

@@ -170,10 +170,10 @@ def read_dtype(model: str) -> str:
     return dtype
 
 
-def parse_config(argv: list[str] | None = None) -> ServerConfig:
+def parse_config(argv: list[str] | None = None, *, needs_model: bool = False) -> ServerConfig:
     """The command line as a config; exits with 2 and a sentence where it cannot be run.
 
-    The model's folder need not be there yet; where it is, its sizes are held against the ranks.
+    Where the model's folder is there, its sizes are held against the ranks. needs_model: it must be.
     """
     parser = argparse.ArgumentParser(prog="vllm_server", description=__doc__.splitlines()[0], allow_abbrev=False)
     texts = _field_texts()
@@ -192,7 +192,7 @@ def parse_config(argv: list[str] | None = None) -> ServerConfig:
         )
     try:
         config = ServerConfig(**vars(parser.parse_args(argv)))
-        if Path(config.model).exists():
+        if needs_model or Path(config.model).exists():
             check_ranks(config)
         return config
     except ValueError as error:

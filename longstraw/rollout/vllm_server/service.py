@@ -22,7 +22,10 @@ from longstraw.rollout.wire import LONGEST_GREETING, Deadline, WireError, receiv
 
 _GREETING_SECONDS = 10.0
 _ANSWER_SECONDS = 120.0
-_MOST_CONNECTIONS = 16
+_LONGEST_DEADLINE = 1e9
+_MOST_CLIENTS = 16
+_MOST_STRANGERS = 64
+"""Connections that have not shown the token yet; for one more the oldest is closed, so that silent ones keep nobody out."""
 
 # What a client asks of the engine: method of Engine -> names of its arguments in the message.
 _CALLS = {"sync": ("path", "version"), "checksums": (), "sleep": ("level",), "wake": ()}
@@ -38,15 +41,18 @@ class Service:
         self.port = self.listener.getsockname()[1]
         self.state: dict[str, Any] = {"state": "starting"}
         self._jobs: queue.Queue[_Job] = queue.Queue()
-        self._places = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._clients = threading.BoundedSemaphore(_MOST_CLIENTS)
+        self._strangers: list[socket.socket] = []
+        self._lock = threading.Lock()
 
     def accept(self) -> None:
         """Serve connections, a thread each; never returns."""
         while True:
             connection, _ = self.listener.accept()
-            if not self._places.acquire(blocking=False):
-                connection.close()
-                continue
+            with self._lock:
+                self._strangers.append(connection)
+                if len(self._strangers) > _MOST_STRANGERS:
+                    _hang_up(self._strangers.pop(0))
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def run(self, engine) -> None:
@@ -62,37 +68,75 @@ class Service:
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                if not self._greet(connection):
-                    return
-                while (message := receive_message(connection, Deadline(float("inf")))) is not None:
-                    send_message(connection, self._dispatch(connection, message), Deadline(_ANSWER_SECONDS))
+                if self._greet(connection):
+                    try:
+                        self._serve_client(connection)
+                    finally:
+                        self._clients.release()
         except WireError:
             pass  # the client is gone: there is nobody to tell
-        finally:
-            self._places.release()
+
+    def _serve_client(self, connection: socket.socket) -> None:
+        while (message := receive_message(connection, Deadline(float("inf")))) is not None:
+            answer = self._dispatch(connection, message)
+            try:
+                send_message(connection, answer, Deadline(_ANSWER_SECONDS))
+            except ValueError as error:
+                refused = {"ok": False, "kind": "engine", "error": f"the engine's answer has what no message can: {error}"}
+                send_message(connection, refused, Deadline(_ANSWER_SECONDS))
 
     def _greet(self, connection: socket.socket) -> bool:
+        """Whether the token was shown and there is room; a place among the clients is taken then."""
         deadline = Deadline(_GREETING_SECONDS)
-        message = receive_message(connection, deadline, longest=LONGEST_GREETING) or {}
-        known = hmac.compare_digest(str(message.get("token", "")).encode(), self.token.encode())
-        answer = {"ok": True} | self._status() if known else {"ok": False, "kind": "token", "error": "wrong token"}
-        send_message(connection, answer, deadline)
-        return known
+        try:
+            message = receive_message(connection, deadline, longest=LONGEST_GREETING) or {}
+        finally:
+            with self._lock:
+                if connection in self._strangers:  # else there was no room for it any more
+                    self._strangers.remove(connection)
+        shown = str(message.get("token", "")).encode(errors="backslashreplace")
+        if not hmac.compare_digest(shown, self.token.encode()):
+            send_message(connection, {"ok": False, "kind": "token", "error": "wrong token"}, deadline)
+            return False
+        if not self._clients.acquire(blocking=False):
+            sentence = f"it has {_MOST_CLIENTS} clients already, and takes no more"
+            send_message(connection, {"ok": False, "kind": "busy", "error": sentence}, deadline)
+            return False
+        try:
+            send_message(connection, {"ok": True} | self._status(), deadline)
+        except BaseException:
+            self._clients.release()
+            raise
+        return True
 
     def _status(self) -> dict[str, Any]:
         return self.state | {"pid": os.getpid()}
 
     def _dispatch(self, connection: socket.socket, message: dict[str, Any]) -> dict[str, Any]:
         operation = message.get("op")
+        if not isinstance(operation, str):
+            return {"ok": False, "kind": "value", "error": "op must be the name of an operation"}
         if operation == "status":
             return {"ok": True} | self._status()
         if operation == "stop":
             self.end()
             return {"ok": True}
-        job = _Job(message, Deadline(float(message.get("deadline_seconds", 0.0))), connection)
+        seconds = message.get("deadline_seconds", 0.0)
+        if type(seconds) not in (int, float) or not abs(seconds) < _LONGEST_DEADLINE:
+            sentence = f"deadline_seconds must be a number of seconds below {_LONGEST_DEADLINE:g}"
+            return {"ok": False, "kind": "value", "error": sentence}
+        job = _Job(message, Deadline(float(seconds)), connection)
         self._jobs.put(job)
         job.done.wait()
         return job.answer
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Wake the thread that reads from a connection: it reads the end."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the other side, or our own thread, was faster
 
 
 class _Job:

@@ -10,6 +10,7 @@
 | generator | first host | megatron.grpo.train --rollout-only |
 """
 
+import argparse
 import hashlib
 import os
 import sys
@@ -36,7 +37,7 @@ TRAINER_OWNED = (
 )
 SERVER_OWNED = (
     "--model", "--ready-file", "--owner-pid", "--bind-address", "--weight-version", "--await-sync", "--tensor-parallel-size",
-    "--pipeline-parallel-size", "--distributed-executor-backend",
+    "--pipeline-parallel-size", "--distributed-executor-backend", "--max-lora-rank",
 )
 
 
@@ -47,17 +48,47 @@ def check_flags(flags: Sequence[str], owned: Sequence[str], of: str) -> None:
         raise ValueError(f"{', '.join(taken)} among the flags of the {of}: the switcher sets {'them' if len(taken) > 1 else 'it'}")
 
 
-def check_server_flags(config: SwitchConfig, flags: Sequence[str]) -> None:
-    """End with status 2 and the server's own sentence where it would refuse its flags, or the ranks for --model."""
-    parse_server_flags([*_list_layout(config), "--model", config.model, "--ready-file", "-", *flags])
+def check_server_flags(config: SwitchConfig, flags: Sequence[str], trainer_flags: Sequence[str]) -> str:
+    """End with status 2 and the server's own sentence where it would refuse its flags, or --model or the ranks for it.
+
+    Returns a warning, "" for none: with --plan, which may be read on another machine, the model need not be there. Raises
+    ValueError where the switcher's flags do not fit the trainer's.
+    """
+    layout = _list_layout(config, trainer_flags)
+    there = Path(config.model, "config.json").is_file()
+    parse_server_flags(
+        [*layout, "--model", config.model, "--ready-file", "-", *flags], needs_model=not config.plan and _serves(config),
+    )
+    return "" if there else f"--model {config.model} has no config.json here, so it is not checked: a run would be refused"
 
 
-def _list_layout(config: SwitchConfig) -> list[str]:
-    """The server's flags of its ranks."""
-    return [
+def _serves(config: SwitchConfig) -> bool:
+    """Whether ranks of the engine may run on this host."""
+    return config.node_rank == 0 or config.uses_ray
+
+
+def find_lora_rank(trainer_flags: Sequence[str]) -> int:
+    """The trainer's --lora-rank, 0 where it has none. Raises ValueError where its value is no number."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--lora-rank", type=int, default=0)
+    try:
+        return parser.parse_known_args(list(trainer_flags))[0].lora_rank
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error} among the flags of the trainer") from None
+
+
+def _list_layout(config: SwitchConfig, trainer_flags: Sequence[str]) -> list[str]:
+    """The server's flags of its ranks and adapters. Raises ValueError where adapters are synced that nobody trains."""
+    layout = [
         "--tensor-parallel-size", str(config.rollout_tensor_parallel_size),
         "--pipeline-parallel-size", str(config.rollout_pipeline_parallel_size),
     ]
+    if config.weight_sync == "lora":
+        rank = find_lora_rank(trainer_flags)
+        if rank < 1:
+            raise ValueError("--weight-sync lora sends the pairs of --lora-rank, which is not among the flags of the trainer")
+        layout += ["--max-lora-rank", str(rank)]
+    return layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +158,7 @@ class Commands:
         config, environment = self.config, server_environment()
         folder, whole = choose_start(config.weights, Path(config.model), step - 1)
         flags = ["--model", folder.resolve(), *([] if whole else ["--await-sync"])]
-        flags += _list_layout(config)
+        flags += _list_layout(config, self.trainer_flags)
         flags += ["--bind-address", self.site.address if config.uses_ray else LOOPBACK]
         if config.uses_ray:
             flags += ["--distributed-executor-backend", "ray"]

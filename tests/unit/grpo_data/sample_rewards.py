@@ -34,6 +34,8 @@ def misbehave(prompt, response, answer, extra):
             time.sleep(1000)
         case "raise":
             raise KeyError("no such thing")
+        case "half a character":
+            raise ValueError(b"\xff".decode(errors="surrogateescape"))
         case "exit":
             sys.exit(1)
         case "crash":

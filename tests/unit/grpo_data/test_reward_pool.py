@@ -1,16 +1,18 @@
 """The pool against reward functions that hang, raise, crash and lie. Process ids are looked up in /proc."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 
-from megatron.grpo.reward_pool import RewardPool
+from megatron.grpo.reward_pool import BOOTSTRAP, RewardPool
 from megatron.grpo.rewards import RewardConfig, RewardSample
 
 REWARDS = Path(__file__).with_name("sample_rewards.py")
@@ -44,6 +46,28 @@ def wait_until_gone(pids, seconds=30.0):
 
 def children_of(pid):
     return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def test_a_worker_whose_pool_has_gone_ends_quietly():
+    """Also where the pool never read what it sent: closing resets the connection then."""
+    ours, theirs = Pipe(duplex=True)
+    names, paths = [f"{REWARDS}:misbehave"], [*sys.path, str(REPOSITORY)]
+    arguments = [json.dumps(paths), str(theirs.fileno()), str(os.getpid()), json.dumps(names)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", BOOTSTRAP, *arguments], pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True
+    )
+    theirs.close()
+    assert ours.poll(60)  # "ready" lies there, unread
+    ours.close()
+    errors = process.communicate(timeout=60)[1]
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_message_that_is_no_text_is_written_out():
+    with pool_of("misbehave") as pool:
+        result = pool.score([sample("half a character")])[0]
+    assert result.status == "error" and "ValueError: \\udcff at " in result.message
+    result.message.encode()
 
 
 @pytest.mark.parametrize("stuck", ["sleep", "hold the interpreter lock", "ignore signals"])

@@ -111,6 +111,13 @@ def test_groups_that_are_not_the_manifests_are_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_message_that_is_no_text_is_stored_written_out(tmp_path):
+    group = dataclasses.replace(make_group(0, 0), messages=("", "no \udcff"))
+    store = RolloutStore(tmp_path)
+    manifest = store.write([group], make_manifest(groups=1, rows=2))
+    assert [found.messages for found in store.read(manifest)] == [("", "no \\udcff")]
+
+
 def test_later_steps_are_dropped(written):
     store = written[0]
     for step in (3, 4):

@@ -55,6 +55,13 @@ def test_what_cannot_be_run_is_refused(text, message, capsys):
     assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_a_server_that_starts_needs_its_model(model, capsys):
+    assert parse_config(["--ready-file", "r", "--model", str(model)], needs_model=True).model == str(model)
+    with pytest.raises(SystemExit) as caught:
+        parse_config(["--ready-file", "r", "--model", f"{model}/none"], needs_model=True)
+    assert caught.value.code == 2 and "none: config.json does not read" in capsys.readouterr().err
+
+
 SIZES = {"dtype": "float32", "num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 30}
 
 

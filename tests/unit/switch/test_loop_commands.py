@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from longstraw.rollout.topology.devices import DeviceUse, choose_devices, explai
 from longstraw.rollout.topology.run import Site
 from longstraw.rollout.topology.states import Progress
 from longstraw.rollout.weight_folder import FolderManifest, version_folder, write_manifest
-from megatron.grpo.topology.commands import SERVER_OWNED, TRAINER_OWNED, Commands, check_flags
+from megatron.grpo.topology.commands import SERVER_OWNED, TRAINER_OWNED, Commands, check_flags, find_lora_rank
 from megatron.grpo.topology.config import SwitchConfig
 from megatron.grpo.topology.disk import choose_start, read_progress
+from megatron.grpo.topology.trainer_check import ROLES, count_ranks, list_program_flags
 from tests.support.ranks import REPOSITORY
 
 TOOL = REPOSITORY / "tools/switch_topology.py"
@@ -22,7 +24,7 @@ BASE = dict(run_dir="runs/x", model="hf", train_iters=4)
 
 
 def run_tool(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, TOOL, *words], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
+    return subprocess.run([sys.executable, TOOL, *words], capture_output=True, text=True, cwd=REPOSITORY, timeout=300)
 
 
 @pytest.mark.parametrize("fields, message", [
@@ -120,6 +122,45 @@ def test_what_the_engine_would_refuse_is_refused_before_anything_starts(tmp_path
     ):
         done = run_tool(*run, *words)
         assert done.returncode == 2 and message in done.stderr and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_model_that_is_not_there_is_refused_at_the_start(made, tmp_path):
+    model = tmp_path / "hf"
+    if made:
+        model.mkdir()
+    done = run_tool("--run-dir", f"{tmp_path}/run", "--model", str(model), "--train-iters", "1", "--", "--lr", "1")
+    assert done.returncode == 2 and f"--model {model}: config.json does not read" in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_adapters_reach_an_engine_that_takes_their_rank(tmp_path):
+    lora = commands(tmp_path, weight_sync="lora")
+    with pytest.raises(ValueError, match="--weight-sync lora sends the pairs of --lora-rank, which is not among the flags of the trainer"):
+        lora.build("server", 1, ())
+    words = replace(lora, trainer_flags=("--lora-rank=12", "--lr", "1")).build("server", 1, ()).arguments
+    assert words[words.index("--max-lora-rank") + 1] == "12"
+    with pytest.raises(ValueError, match="--lora-rank: invalid int value: 'x' among the flags of the trainer"):
+        find_lora_rank(["--lora-rank", "x"])
+    assert "--max-lora-rank" not in commands(tmp_path).build("server", 1, ()).arguments and "--max-lora-rank" in SERVER_OWNED
+
+
+def test_the_trainers_flags_are_checked_by_the_trainer_before_anything_starts(tmp_path):
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}')
+    done = run_tool(
+        "--run-dir", f"{tmp_path}/run", "--model", str(tmp_path), "--train-iters", "1", "--nproc-per-node", "2", "--",
+        "--model-preset", "tiny-llama", "--contxt-parallel-size", "2",
+    )
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == "switch_topology: error: the trainer refuses its flags: unrecognized arguments: --contxt-parallel-size 2"
+
+
+def test_each_program_of_the_trainer_is_checked_at_its_own_ranks(tmp_path):
+    built = commands(tmp_path, num_nodes=2, rendezvous="a", site=Site(rank=1, count=2))
+    assert [count_ranks(built, role) for role in ROLES] == [4, 4, 1]
+    trainer, exporter, generator = (list_program_flags(built, role) for role in ROLES)
+    assert trainer[:2] == exporter[:2] == generator[:2] == ["--lr", "1e-3"]
+    assert "--exit-interval" in trainer and "--weight-sync-only" in exporter and "--rollout-only" in generator
 
 
 def write_version(weights: Path, version: int, kind: str = "full", base: int | None = None, **fields) -> Path:

@@ -95,6 +95,18 @@ def test_a_state_beyond_its_deadline_is_given_up_after_the_attempts(make):
     switch.check_nothing_left()
 
 
+@pytest.mark.parametrize("phase", ["generating", "training"])
+def test_a_program_that_refuses_its_flags_is_not_tried_again_and_heard_on_the_terminal(make, phase):
+    switch = make(1)
+    (switch.folder / f"refuse-{phase}-1").touch()
+    switch.start()
+    assert switch.wait(30) == 2
+    assert f"{phase} of step 1 cannot be run" in switch.output.read_text()
+    assert "and says: quick: error: no such flag" in switch.output.read_text().splitlines()[-1]
+    assert len([line for line in switch.lines() if line["event"] == "failed"]) == 1 and switch.lines()[-1]["status"] == 2
+    switch.check_nothing_left()
+
+
 def test_what_the_journal_tells_of_must_be_there(make):
     switch = make(1)
     switch.hold("training", 1)
