@@ -66,9 +66,11 @@ def test_the_plan_of_32_gpus_has_every_command_and_runs_none(tmp_path):
         "--plan", "--run-dir", str(run), "--model", "GLM-5.2", "--train-iters", "100", "--nproc-per-node", "8", "--num-nodes", "4",
         "--rendezvous", "node0", "--rollout-tensor-parallel-size", "8", "--rollout-pipeline-parallel-size", "4", "--weight-sync",
         "delta", "--", "--model-preset", "glm-5.2", "--context-parallel-size", "32", "--expert-model-parallel-size", "32",
-        "--", "--max-model-len", "131072",
+        "--bf16", "--optimizer", "logra", "--logra-rank", "256", "--kl-probe", "finite-difference", "--prompt-data", "prompts.parquet",
+        "--tokenizer-path", "GLM-5.2", "--reward", "math_verify", "--", "--max-model-len", "131072",
     )
     assert shown.returncode == 0, shown.stderr
+    assert "warning: --model GLM-5.2 has no config.json here, so it is not checked" in shown.stderr
     lines = [line.strip() for line in shown.stdout.splitlines()]
     assert lines[0].startswith("4 x 8 = 32 devices.")
     order = [line.partition(":")[0] for line in lines if line.partition(":")[0] in (
