@@ -32,7 +32,8 @@ from longstraw.rollout.topology.node import LocalNode
 from longstraw.rollout.topology.stages import Job
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75
-"""Exit statuses. 2: a program of the run has refused its flags. 75 (EX_TEMPFAIL): stopped by a signal, everything saved; the same command goes on from there."""
+"""Exit statuses. 2: a program of the run has refused its flags. 75 (EX_TEMPFAIL): stopped by a signal, everything saved;
+the same command goes on from there."""
 
 LOOPBACK = "127.0.0.1"
 

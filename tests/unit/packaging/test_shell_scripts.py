@@ -63,7 +63,8 @@ LOOPS = "examples/glm5.2/train_loop.sh", "examples/qwen3.6_27b/train_loop.sh"
 ])
 def test_what_a_node_lacks_is_said_in_a_sentence(script, environment, message):
     shown = subprocess.run(
-        [ROOT / script], capture_output=True, text=True, timeout=60, env={"PATH": "/usr/bin:/bin", "LONGSTRAW_VENV": "/nowhere"} | environment,
+        [ROOT / script], capture_output=True, text=True, timeout=60,
+        env={"PATH": "/usr/bin:/bin", "LONGSTRAW_VENV": "/nowhere"} | environment,
     )
     assert shown.returncode == 2 and message in shown.stderr and shown.stderr.count("\n") == 1, shown.stderr
 

@@ -66,8 +66,8 @@ def test_the_plan_of_32_gpus_has_every_command_and_runs_none(tmp_path):
         "--plan", "--run-dir", str(run), "--model", "GLM-5.2", "--train-iters", "100", "--nproc-per-node", "8", "--num-nodes", "4",
         "--rendezvous", "node0", "--rollout-tensor-parallel-size", "8", "--rollout-pipeline-parallel-size", "4", "--weight-sync",
         "delta", "--", "--model-preset", "glm-5.2", "--context-parallel-size", "32", "--expert-model-parallel-size", "32",
-        "--bf16", "--optimizer", "logra", "--logra-rank", "256", "--kl-probe", "finite-difference", "--prompt-data", "prompts.parquet",
-        "--tokenizer-path", "GLM-5.2", "--reward", "math_verify", "--", "--max-model-len", "131072",
+        "--bf16", "--optimizer", "logra", "--logra-rank", "256", "--kl-probe", "finite-difference", "--prompt-data",
+        "prompts.parquet", "--tokenizer-path", "GLM-5.2", "--reward", "math_verify", "--", "--max-model-len", "131072",
     )
     assert shown.returncode == 0, shown.stderr
     assert "warning: --model GLM-5.2 has no config.json here, so it is not checked" in shown.stderr
@@ -132,12 +132,13 @@ def test_a_model_that_is_not_there_is_refused_at_the_start(made, tmp_path):
     if made:
         model.mkdir()
     done = run_tool("--run-dir", f"{tmp_path}/run", "--model", str(model), "--train-iters", "1", "--", "--lr", "1")
-    assert done.returncode == 2 and f"--model {model}: config.json does not read" in done.stderr and not (tmp_path / "run").exists()
+    assert done.returncode == 2 and f"--model {model}: config.json does not read" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_adapters_reach_an_engine_that_takes_their_rank(tmp_path):
     lora = commands(tmp_path, weight_sync="lora")
-    with pytest.raises(ValueError, match="--weight-sync lora sends the pairs of --lora-rank, which is not among the flags of the trainer"):
+    with pytest.raises(ValueError, match="--weight-sync lora sends the pairs of --lora-rank, which is not among"):
         lora.build("server", 1, ())
     words = replace(lora, trainer_flags=("--lora-rank=12", "--lr", "1")).build("server", 1, ()).arguments
     assert words[words.index("--max-lora-rank") + 1] == "12"
