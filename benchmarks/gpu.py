@@ -8,8 +8,7 @@ not fit or time runs short, and half as much again as the last that fitted is tr
 that the policy samples; `peak_bytes` is the allocator's peak of live tensors in it. Beside it stands what tools/dry_run.py
 predicts for the same flags and length (`peak_bytes` -> `device`).
 
-Without a GPU the same code can run at tiny sizes, and counts tensor storages. Tests hold the kernels' part on a CPU; the steps
-and their comparison with the dry run have no test yet.
+Without a GPU the same code runs at the tiny sizes that tests give it, and counts tensor storages.
 """
 
 import json
