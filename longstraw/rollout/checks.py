@@ -1,7 +1,8 @@
 """What samples must be before anyone trains on them, whoever sampled them.
 
 A sample that is not what was asked for trains on something else in silence: so each is held to its request, and the first
-that does not fit is named. Left out: whether the weights were the right ones beyond their version's number.
+that does not fit is named. Left out: whether the weights were the right ones beyond their version's number
+(`megatron.grpo.weight_lineage`).
 """
 
 import math
@@ -48,6 +49,11 @@ def _check_sample(sample: Sample, version: int, longest: int, stop_ids: frozense
         return "goes on behind a stop token"
     if (ids[-1] in stop_ids) != (sample.finish_reason == "stop"):
         return f"ends with token {ids[-1]} and is said to have ended by {sample.finish_reason}"
+    if sample.finish_reason == "length" and length < longest:
+        return (
+            f"was cut after {length} tokens, short of --max-response-length {longest}: the engine's --max-model-len must hold the "
+            "longest prompt and that many tokens more"
+        )
     return ""
 
 

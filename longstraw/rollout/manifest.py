@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,9 @@ class StepManifest:
 
     rows: int
     """Rollouts in the file."""
+
+    lineage: str = ""
+    """Which weights of that version sampled (`megatron.grpo.weight_lineage`); empty where the engine did not know."""
 
     bytes: int = 0
     """Size of the file; the store fills it in."""

@@ -50,6 +50,10 @@ class RolloutEngine(Protocol):
     def weight_version(self) -> int | None:
         """Of the weights that it holds; None where it holds none."""
 
+    @property
+    def lineage(self) -> str | None:
+        """Which weights of that version, as of the last answer (`FolderManifest.lineage`); None where nobody has told it."""
+
     def generate(
         self, requests: Sequence[PromptRequest], *, group_size: int, sampling: SamplingConfig, seed: int,
         stop_ids: frozenset[int], num_tokens: int | None = None,

@@ -55,11 +55,17 @@ def choose_writers(sizes: Sequence[int], candidates: Sequence[Sequence[int]]) ->
 
 
 def open_folder(folder: Path) -> None:
-    """An empty folder, without what another life of the run has left there. Its manifest goes first."""
-    (folder / MANIFEST).unlink(missing_ok=True)
+    """An empty folder, without what another life of the run has left there."""
     if folder.exists():
-        shutil.rmtree(folder)
+        remove_folder(folder)
     folder.mkdir(parents=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder; killed at any moment, it leaves the folder whole or without a manifest."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    sync_path(folder)
+    shutil.rmtree(folder)
 
 
 class ShardWriter:

@@ -68,6 +68,10 @@ class FolderManifest:
     identity: str | None = None
     """Checksum of the trainer's own weights: by it a trainer that goes on knows whether the folder is of its run."""
 
+    lineage: str | None = None
+    """Which weights these are, whatever the trainer's parallel sizes: by it engines, stores and trainers know that they
+    speak of the same ones. None where the writer does not say."""
+
     full_precision: bool = False
     """Of a full folder: matrices are in float32 where the model computes in bfloat16, as updates need them."""
 
@@ -96,13 +100,20 @@ def version_folder(root: str | Path, version: int) -> Path:
 
 
 def list_versions(root: str | Path) -> dict[int, FolderManifest]:
-    """The complete versions under a trainer's folder, by number."""
-    found = {}
-    for folder in Path(root).glob("version-*"):
-        number = folder.name.removeprefix("version-")
-        if number.isdecimal() and (folder / MANIFEST).exists():
-            found[int(number)] = read_manifest(folder)
-    return found
+    """The complete versions under a trainer's folder, by number; `read_version` says which are."""
+    names = [folder.name.removeprefix("version-") for folder in Path(root).glob("version-*")]
+    found = {int(name): read_version(root, int(name)) for name in names if name.isdecimal()}
+    return {number: manifest for number, manifest in found.items() if manifest is not None}
+
+
+def read_version(root: str | Path, version: int) -> FolderManifest | None:
+    """A version's manifest; None where its folder is missing, unfinished, cut short or holds another version: it is to be
+    written again."""
+    try:
+        manifest = read_manifest(version_folder(root, version))
+    except (ValueError, OSError):
+        return None
+    return manifest if manifest.version == version else None
 
 
 def hash_file(path: Path) -> FileEntry:
@@ -204,6 +215,12 @@ def plan_syncs(root: str | Path, held: Collection[int], wanted: int) -> list[Pat
             break
         version = manifest.base_version
     return folders
+
+
+def is_same_version(root: str | Path, version: int, lineage: str | None) -> bool:
+    """Whether weights of this number and lineage are those of a trainer's folder, which has them whole."""
+    manifest = read_version(root, version)
+    return manifest is not None and manifest.lineage == lineage
 
 
 def compare_checksums(wanted: Mapping[str, str], found: Mapping[str, str], of: str) -> None:

@@ -38,6 +38,7 @@ from longstraw.patches.gloo_device import share_gloo_device
 from longstraw.patches.process_groups import initialize_groups
 from megatron.grpo.quiet_logs import quiet_logs
 
+_FOLDER_FLAGS = ("--output-dir, --save, --rollout-store", "--weight-sync-dir")
 _held_folders: list[io.IOBase] = []
 
 
@@ -46,12 +47,12 @@ def initialize(args: Namespace) -> ProcessGroupCollection:
 
     args: from `parse_arguments`. W&B's run
     (`megatron.training.get_wandb_writer`) is on the last rank, as in Megatron; TensorBoard is the recorder's on rank 0.
-    Raises ValueError, on every rank, when another run holds the output folder or the checkpoint folder.
+    Raises ValueError, on every rank, when another run holds one of these folders.
     """
     install_cpu_device_layer()
     share_gloo_device()
     join_world(args)
-    claim_folders([args.output_dir, *filter(None, (args.save, args.rollout_store))])
+    claim_folders(list_outputs(args))
     groups = initialize_groups(
         tensor_parallel=args.tensor_model_parallel_size, context_parallel=args.context_parallel_size,
         expert_parallel=args.expert_model_parallel_size,
@@ -82,6 +83,11 @@ def join_world(args: Namespace) -> None:
         dist.init_process_group(args.distributed_backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
+def list_outputs(args: Namespace) -> list[str]:
+    """The folders that a training run writes, which no other run may write at that time."""
+    return [args.output_dir, *filter(None, (args.save, args.rollout_store, args.weight_sync_dir))]
+
+
 def claim_folders(folders: list[str]) -> None:
     """Make the folders and hold them until this process ends, however it ends. Collective; rank 0 does it.
 
@@ -94,12 +100,14 @@ def claim_folders(folders: list[str]) -> None:
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 lock = open(Path(folder) / ".lock", "w")
             except OSError as error:
-                problem = [f"{folder} cannot be written: {error}; choose another --output-dir, --save or --rollout-store"]
+                problem = [f"{folder} cannot be written: {error}; choose another {_FOLDER_FLAGS[0]} or {_FOLDER_FLAGS[1]}"]
                 break
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                problem = [f"another run is writing to {folder}: give this one its own --output-dir, --save and --rollout-store"]
+                problem = [
+                    f"another run is writing to {folder}: give this one its own {_FOLDER_FLAGS[0]} and {_FOLDER_FLAGS[1]}"
+                ]
                 break
             _held_folders.append(lock)
     dist.broadcast_object_list(problem, src=0)

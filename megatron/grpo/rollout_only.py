@@ -18,6 +18,7 @@ import torch.distributed as dist
 from longstraw.patches.gloo_device import share_gloo_device
 from longstraw.rollout.protocol import RolloutEngine
 from longstraw.rollout.store import RolloutStore
+from longstraw.rollout.weight_folder import read_manifest, version_folder
 from longstraw.transaction.group import PromptGroup
 from megatron.grpo.checkpointing import read_data_position
 from megatron.grpo.initialize import claim_folders, release_folders
@@ -59,15 +60,21 @@ def roll_out_only(args, config: TrainConfig, engine: RolloutEngine | None = None
 def _roll_out(args, config: TrainConfig, data: RunData, engine: RolloutEngine, scorer: RewardScorer) -> None:
     store, settings = RolloutStore(config.rollouts.rollout_store), describe_sampling(args, config, data)
     alone, device = dist.group.WORLD, torch.device("cpu")
+
+    def wanted(version: int) -> str | None:
+        return read_lineage(config.weight_sync.weight_sync_dir, version)
+
     sampler = EngineSampler(
         config.rollouts.rollout_engine, engine, config.sampling, group_size=config.objective.group_size,
         stop_ids=data.stop_ids, num_tokens=len(data.tokenizer), seed=args.seed, replica=alone, device=device,
-        follow=follow_weights(engine, config),
+        follow=follow_weights(engine, config), wanted=wanted,
     )
     source = SampledRollouts(
         sampler, scorer, prompts=data.train_prompts, order=data.order, objective=config.objective,
         prompts_per_step=config.data.prompts_per_step, dp=alone, world=alone, device=device,
-        store=StoreWriter(store, source=sampler.name, settings=settings, replica=alone, dp=alone),
+        store=StoreWriter(
+            store, source=sampler.name, settings=settings, replica=alone, dp=alone, lineage=lambda: engine.lineage
+        ),
     )
     first = _next_step(engine, config.rollouts.rollout_server)
     last = min(first + config.rollouts.rollout_steps - 1, args.train_iters)
@@ -77,7 +84,8 @@ def _roll_out(args, config: TrainConfig, data: RunData, engine: RolloutEngine, s
     place_order(args, data, store, first)
     for number in range(first, last + 1):
         if number in store.list_steps():
-            manifest = check_step(store, number, settings, data.order)
+            held = engine.lineage if engine.weight_version == number - 1 else None
+            manifest = check_step(store, number, settings, data.order, wanted(number - 1) or held)
             store.verify(manifest)
             data.order.load_state_dict(dict(manifest.data_after))
             print(f"step {number} is in {store.folder} already: {manifest.rows} rollouts", flush=True)
@@ -88,6 +96,15 @@ def _roll_out(args, config: TrainConfig, data: RunData, engine: RolloutEngine, s
         if scorer.first_failure:
             print(f"step {number}: rewards failed, the first: {scorer.first_failure}", flush=True)
             scorer.forget_failures()
+
+
+def read_lineage(folder: str | None, version: int) -> str | None:
+    """Of a version in --weight-sync-dir; None without that flag, or where the version is not there: an engine that has to
+    be brought to it will say so."""
+    try:
+        return None if folder is None else read_manifest(version_folder(folder, version)).lineage
+    except ValueError:
+        return None
 
 
 def _next_step(engine: RolloutEngine, server: str) -> int:

@@ -21,6 +21,7 @@ from megatron.grpo.run_config import TrainConfig
 from megatron.grpo.run_data import RunData
 from megatron.grpo.samplers import EngineSampler, ResidentSampler
 from megatron.grpo.stored_rollouts import ReusedRollouts, StoredRollouts, StoreWriter, describe_sampling
+from megatron.grpo.weight_lineage import WeightLineage
 
 
 _SHORTEST_WAIT, _MARGIN = 30.0, 30.0
@@ -41,9 +42,10 @@ class RolloutParts:
 
 
 def build_rollouts(
-    args, config: TrainConfig, data: RunData, groups, step: Step, device: torch.device, *, done: int
+    args, config: TrainConfig, data: RunData, groups, step: Step, device: torch.device, *, done: int,
+    lineage: WeightLineage | None = None,
 ) -> RolloutParts:
-    """The rollouts of a run that has done `done` steps. Collective.
+    """The rollouts of a run that has done `done` steps. Collective. lineage: of its weights.
 
     Raises ValueError, on every rank, where an engine cannot be reached, a store's next step cannot be trained on, or a
     store that is to be written holds another run.
@@ -59,27 +61,35 @@ def build_rollouts(
         step, config.sampling, keeps_states=keeps_states, record_routes=flags.rollout_router_replay, **common
     )
     settings = describe_sampling(args, config, data)
+
+    def trained() -> str | None:
+        return None if lineage is None else lineage.value
+
     folder = flags.rollouts_from or flags.rollout_store
     store = RolloutStore(folder) if folder else None
     stored = None if store is None else StoredRollouts(
         store, scorer, order=data.order, settings=settings, stop_ids=data.stop_ids, num_tokens=len(data.tokenizer),
         replica=replica, dp=groups.dp, device=device, routes=describe_routes(step) if flags.rollout_router_replay else None,
+        lineage=trained,
     )
     if flags.rollouts_from:
         if done < args.train_iters:
             _on_rank_0(lambda: stored.check(done + 1))
         return RolloutParts(stored, scorer, resident)
-    sampler = resident
+    sampler, sampled_by = resident, trained
     if flags.rollout_engine == "vllm":
         # the other ranks wait in a collective meanwhile: the engine is to be the one that is late, with a sentence
         seconds = max(_SHORTEST_WAIT, 60.0 * args.distributed_timeout_minutes - _MARGIN)
         engine = connect_engine(flags.rollout_server, replica, seconds=seconds)
         follow = follow_weights(engine, config) if dist.get_rank() == 0 else None
-        sampler = EngineSampler("vllm", engine, config.sampling, replica=replica, follow=follow, **common)
+        sampler = EngineSampler(
+            "vllm", engine, config.sampling, replica=replica, follow=follow, wanted=lambda version: trained(), **common
+        )
+        sampled_by = (lambda: engine.lineage)  # asked where the engine is
     writer = None
     if store is not None:
         _on_rank_0(lambda: _open_store(store, done, resamples=sampler is resident))
-        writer = StoreWriter(store, source=sampler.name, settings=settings, replica=replica, dp=groups.dp)
+        writer = StoreWriter(store, source=sampler.name, settings=settings, replica=replica, dp=groups.dp, lineage=sampled_by)
     source: RolloutSource = SampledRollouts(
         sampler, scorer, prompts=data.train_prompts, order=data.order, objective=config.objective,
         prompts_per_step=config.data.prompts_per_step, dp=groups.dp, world=world, device=device, store=writer,

@@ -21,6 +21,7 @@ from longstraw.transaction.group import PromptGroup
 from longstraw.transaction.step import Step
 from megatron.grpo.prompts import Prompt
 from megatron.grpo.random_states import derive_seed
+from megatron.grpo.weight_lineage import short
 
 
 class SamplingFailure(RuntimeError):
@@ -105,27 +106,41 @@ class EngineSampler:
     """Samples through an engine.
 
     engine: on the replica's first rank, None on the others. name: as --rollout-engine has it. follow: brings the engine to a
-    version of the weights; on one rank of the job, where there is a folder to take them from.
+    version of the weights; on one rank of the job, where there is a folder to take them from. wanted: version -> the lineage
+    of the weights that are to answer, None where nobody knows; asked where the engine is.
     """
 
     def __init__(
         self, name: str, engine: RolloutEngine | None, sampling: SamplingConfig, *, group_size: int,
         stop_ids: frozenset[int], num_tokens: int, seed: int, replica: dist.ProcessGroup, device: torch.device,
-        follow: Callable[[int], object] | None = None,
+        follow: Callable[[int], object] | None = None, wanted: Callable[[int], str | None] = lambda version: None,
     ):
         self.name, self.engine, self.sampling, self.group_size = name, engine, sampling, group_size
         self.stop_ids, self.num_tokens, self.seed = stop_ids, num_tokens, seed
-        self.replica, self.device, self.follow = replica, device, follow
+        self.replica, self.device, self.follow, self.wanted = replica, device, follow, wanted
 
     def prepare(self, step: int) -> str:
         """See `Sampler`."""
-        if self.follow is None or self.engine.weight_version == step - 1:
+        if self.follow is None:
+            return ""
+        wanted = self.wanted(step - 1)
+        if self.engine.weight_version == step - 1 and wanted in (None, self.engine.lineage):
             return ""
         try:
             self.follow(step - 1)
         except (OSError, RuntimeError, ValueError) as error:
             return f"--rollout-engine {self.name} cannot have the weights of version {step - 1}: {error}"
-        return ""
+        return self._explain_other_weights(step - 1)
+
+    def _explain_other_weights(self, version: int) -> str:
+        """One sentence where the engine is known to have had other weights of this version at its last answer; else ""."""
+        wanted, held = self.wanted(version), self.engine.lineage
+        if None in (wanted, held) or wanted == held:
+            return ""
+        return (
+            f"--rollout-engine {self.name} holds other weights of version {version} than this run's (lineage {short(held)} there "
+            f"and {short(wanted)} here): give it those of this run, by --weight-sync and --weight-sync-dir"
+        )
 
     def sample(
         self, prompts: Sequence[Prompt], *, step: int, attempt: int, places: Sequence[int], alone: bool
@@ -158,6 +173,9 @@ class EngineSampler:
             )
         except (OSError, RuntimeError, ValueError) as error:  # refused, gone, or talking nonsense
             return f"--rollout-engine {self.name} gave no rollouts for step {step}: {error}"
+        problem = self._explain_other_weights(step - 1)
+        if problem:
+            return problem
         if len(answers) != len(prompts):
             return f"--rollout-engine {self.name} answered {len(answers)} of {len(prompts)} prompts"
         for prompt, samples in zip(prompts, answers):

@@ -10,7 +10,7 @@ stands in the data; anything else is refused in a sentence.
 
 import json
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from hashlib import sha256
 
@@ -29,6 +29,7 @@ from megatron.grpo.rollouts import SampledRollouts
 from megatron.grpo.run_config import TrainConfig
 from megatron.grpo.run_data import RunData
 from megatron.grpo.samplers import SamplingFailure
+from megatron.grpo.weight_lineage import short
 
 
 def describe_sampling(args, config: TrainConfig, data: RunData) -> dict:
@@ -44,12 +45,15 @@ def describe_sampling(args, config: TrainConfig, data: RunData) -> dict:
 class StoreWriter:
     """Writes each step of a run.
 
-    replica, dp: of this rank; the first rank of the first replica writes. settings: from `describe_sampling`.
+    replica, dp: of this rank; the first rank of the first replica writes. settings: from `describe_sampling`. lineage: of
+    the weights that have sampled, None where nobody knows; asked on the rank that writes.
     """
 
     def __init__(
-        self, store: RolloutStore, *, source: str, settings: Mapping, replica: dist.ProcessGroup, dp: dist.ProcessGroup
+        self, store: RolloutStore, *, source: str, settings: Mapping, replica: dist.ProcessGroup, dp: dist.ProcessGroup,
+        lineage: Callable[[], str | None] = lambda: None,
     ):
+        self.lineage = lineage
         self.store, self.source, self.settings, self.replica, self.dp = store, source, settings, replica, dp
 
     def write(
@@ -72,6 +76,7 @@ class StoreWriter:
         manifest = StepManifest(
             step=number, weight_version=number - 1, source=self.source, settings=dict(self.settings), data_before=before,
             data_after=after, groups=len(in_step), rows=sum(len(group.samples) for group in everything),
+            lineage=self.lineage() or "",
         )
         try:
             self.store.write(in_step + rest, manifest)
@@ -84,7 +89,7 @@ class StoredRollouts:
     """Groups of an earlier run.
 
     scorer: counts the rewards that had failed. settings: of this run. routes: what those
-    of its model look like, where they are to be replayed.
+    of its model look like, where they are to be replayed. lineage: of the weights that the run trains.
     """
 
     name = "store"
@@ -93,11 +98,11 @@ class StoredRollouts:
     def __init__(
         self, store: RolloutStore, scorer: RewardScorer, *, order: PromptOrder, settings: Mapping, stop_ids: frozenset[int],
         num_tokens: int, replica: dist.ProcessGroup, dp: dist.ProcessGroup, device: torch.device,
-        routes: RouteShape | None = None,
+        routes: RouteShape | None = None, lineage: Callable[[], str | None] = lambda: None,
     ):
         self.store, self.scorer, self.order, self.settings = store, scorer, order, settings
         self.stop_ids, self.num_tokens, self.replica, self.dp, self.device = stop_ids, num_tokens, replica, dp, device
-        self.routes = routes
+        self.routes, self.lineage = routes, lineage
 
     def collect(self, number: int) -> list[PromptGroup]:
         """See `megatron.grpo.rollouts.RolloutSource`."""
@@ -120,7 +125,7 @@ class StoredRollouts:
 
     def check(self, number: int) -> StepManifest:
         """`check_step` of this run's next step."""
-        return check_step(self.store, number, self.settings, self.order)
+        return check_step(self.store, number, self.settings, self.order, self.lineage())
 
     def _read_share(self, manifest: StepManifest) -> list[StoredGroup]:
         groups = self.store.read(manifest, rank=self.dp.rank(), ranks=self.dp.size())
@@ -149,9 +154,12 @@ class ReusedRollouts:
         return (self.stored if there[0] else self.sampled).collect(number)
 
 
-def check_step(store: RolloutStore, number: int, settings: Mapping, order: PromptOrder) -> StepManifest:
+def check_step(
+    store: RolloutStore, number: int, settings: Mapping, order: PromptOrder, lineage: str | None = None
+) -> StepManifest:
     """The manifest of a step that a run with these settings can train on where its order stands.
 
+    lineage: of the run's weights. Where either side does not know it, the version's number is all that is held.
     Raises ValueError, in one sentence, for any other.
     """
     manifest = store.read_manifest(number)
@@ -160,6 +168,12 @@ def check_step(store: RolloutStore, number: int, settings: Mapping, order: Promp
         raise ValueError(
             f"{where} sampled by weights of version {manifest.weight_version}, and step {number} trains those of version "
             f"{number - 1}"
+        )
+    if lineage and manifest.lineage and lineage != manifest.lineage:
+        raise ValueError(
+            f"{where} sampled by other weights of version {manifest.weight_version} than this run's: the runs started from "
+            f"other weights, or have trained with other flags or on other rollouts (lineage {short(manifest.lineage)} then and "
+            f"{short(lineage)} now)"
         )
     difference = explain_difference(manifest, settings)
     if difference:

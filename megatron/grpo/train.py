@@ -41,6 +41,7 @@ from megatron.grpo.run_data import load_run_data
 from megatron.grpo.run_record import RunRecord
 from megatron.grpo.stop_signal import StopSignal
 from megatron.grpo.trainer import Trainer
+from megatron.grpo.weight_lineage import STATE as LINEAGE, open_lineage
 from megatron.grpo.weight_sync import open_weight_sync
 from megatron.grpo.weight_update import AdamUpdate, WeightUpdate
 
@@ -111,12 +112,13 @@ def run(args, config) -> None:
         replays_routes=config.rollouts.rollout_router_replay,
     )
     update = build_update(args, config, ddp, optimizer, scheduler, groups, step, resumed_step=done)
-    weight_sync = open_weight_sync(args, config.weight_sync, model, update, groups, resumed_step=done)
+    lineage = open_lineage(args, config, model, groups, resumed)
+    weight_sync = open_weight_sync(args, config.weight_sync, model, update, groups, resumed_step=done, lineage=lineage)
     if config.weight_sync.weight_sync_only:
         weight_sync.start()
         stop.restore()
         return
-    parts = build_rollouts(args, config, data, groups, step, device, done=done)
+    parts = build_rollouts(args, config, data, groups, step, device, done=done, lineage=lineage)
     step.check_stop = lambda: _stop_if(stop.agreed(groups.tp_cp))
     recorder = RunRecorder(
         args.output_dir, last_step=args.train_iters, rank=dist.get_rank(), resumed_step=done,
@@ -131,7 +133,7 @@ def run(args, config) -> None:
         with recorder.clock.phase("save"):
             return save_checkpoint(
                 args, number, model, optimizer, scheduler, groups, data_position=data.order.state_dict(),
-                extra={"reward_baseline": baseline.state_dict()},
+                extra={"reward_baseline": baseline.state_dict()} | ({} if lineage is None else {LINEAGE: lineage.state_dict()}),
             )
 
     try:
@@ -141,6 +143,7 @@ def run(args, config) -> None:
                 scorer=parts.scorer, sampler=parts.resident,
                 eval_prompts=list(data.eval_prompts[: config.run.eval_samples]), order=data.order, recorder=recorder,
                 stop=stop, save=save, describe_step=record.add_step, baseline=baseline, weight_sync=weight_sync,
+                lineage=lineage,
             )
             if weight_sync is not None:
                 weight_sync.start()

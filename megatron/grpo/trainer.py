@@ -34,6 +34,7 @@ from megatron.grpo.rollouts import RolloutSource, set_advantages
 from megatron.grpo.run_config import TrainConfig
 from megatron.grpo.samplers import ResidentSampler, SamplingFailure
 from megatron.grpo.stop_signal import StopSignal
+from megatron.grpo.weight_lineage import WeightLineage, list_rates
 from megatron.grpo.weight_sync import WeightSync
 from megatron.grpo.weight_update import WeightUpdate
 
@@ -62,7 +63,8 @@ class Trainer:
     """Runs steps on this rank, in step with all others.
 
     rollouts: gives each step's groups, and moves `order` on. sampler: for evaluations. save: called as save(step) to write a
-    checkpoint. describe_step: called as describe_step(step, metrics, trainer) once a step is on record. baseline: what rewards are compared with under running_mean.
+    checkpoint. describe_step: called as describe_step(step, metrics, trainer) once a step is on record. baseline: what rewards are compared with under running_mean. lineage: of the weights, where they or their rollouts
+    are shared.
     """
 
     def __init__(
@@ -70,12 +72,13 @@ class Trainer:
         scorer: RewardScorer, sampler: ResidentSampler, eval_prompts: list[Prompt], order: PromptOrder,
         recorder: RunRecorder, stop: StopSignal, save: Callable[[int], object], baseline: RewardBaseline,
         weight_sync: WeightSync | None = None, describe_step: Callable[[int, dict, "Trainer"], None] | None = None,
+        lineage: WeightLineage | None = None,
     ):
         self.args, self.config, self.groups, self.update = args, config, groups, update
         self.step, self.rollouts, self.scorer, self.sampler = step, rollouts, scorer, sampler
         self.eval_prompts, self.order = eval_prompts, order
         self.recorder, self.stop, self.save, self.baseline = recorder, stop, save, baseline
-        self.weight_sync = weight_sync
+        self.weight_sync, self.lineage = weight_sync, lineage
         self.describe_step = describe_step
         self.rewards: list[float] = []  # of this replica's responses of the step that take part
         self.world = dist.group.WORLD
@@ -171,6 +174,8 @@ class Trainer:
         self.scorer.forget_failures()
         try:
             groups = self._phase("rollout", lambda: self._roll_out(number))
+            if self.lineage is not None:
+                trained_on, rates = self.lineage.digest(groups), list_rates(self.update.optimizer)
             self._phase("reference", lambda: self._score_reference(groups))
             masks = self.config.mismatch.rollout_mask_above is not None
             masked = self._phase("mismatch", lambda: self.step.mask_mismatched(groups)) if masks else 0
@@ -186,6 +191,8 @@ class Trainer:
         except (StepInterrupted, StepRejected):
             self._roll_back(snapshot)
             raise
+        if self.lineage is not None:
+            self.lineage.advance(number, trained_on, rates)
         self.counts.add(groups)
         self.rollout_lag = max((number - 1 - s.weight_version for group in groups for s in group.samples), default=0)
         self._show_failures(number)

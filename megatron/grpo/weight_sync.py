@@ -21,27 +21,30 @@ import torch
 import torch.distributed as dist
 
 from longstraw.rollout.weight_export import open_folder
-from longstraw.rollout.weight_folder import FolderManifest, list_versions, plan_syncs, version_folder, write_manifest
+from longstraw.rollout.weight_folder import FolderManifest, list_versions, plan_syncs, read_manifest, version_folder, write_manifest
 from longstraw.transaction.commit import agree_on_failure
+from megatron.grpo.weight_lineage import WeightLineage
 from megatron.grpo.weight_sync_config import WeightSyncConfig
 from megatron.grpo.weight_update import WeightUpdate
 from megatron.grpo.weight_versions import AdapterVersions, DeltaVersions, FullVersions
 
 
 def open_weight_sync(
-    args: Namespace, config: WeightSyncConfig, model: torch.nn.Module, update: WeightUpdate, groups, *, resumed_step: int
+    args: Namespace, config: WeightSyncConfig, model: torch.nn.Module, update: WeightUpdate, groups, *, resumed_step: int,
+    lineage: WeightLineage | None,
 ) -> "WeightSync | None":
     """What --weight-sync asks for. Collective. update: has the LoGRA steps noted by the writer of updates.
+    lineage: what versions say of themselves.
 
     Raises ValueError, on every rank, where the folder cannot be made.
     """
     if config.weight_sync == "none":
         return None
     if config.weight_sync == "delta":
-        versions = DeltaVersions(args, model, groups, update.optimizer, every=config.weight_sync_full_interval)
+        versions = DeltaVersions(args, model, groups, lineage, update.optimizer, every=config.weight_sync_full_interval)
         update.deltas = versions
     else:
-        versions = (AdapterVersions if config.weight_sync == "lora" else FullVersions)(args, model, groups)
+        versions = (AdapterVersions if config.weight_sync == "lora" else FullVersions)(args, model, groups, lineage)
     return WeightSync(versions, Path(config.weight_sync_dir), keep=config.weight_sync_keep, resumed_step=resumed_step)
 
 
@@ -85,10 +88,10 @@ class WeightSync:
         if dist.get_rank() == 0:
             folder = version_folder(self.root, number)
             open_folder(folder)
-            identity = list_versions(self.root)[number - 1].identity
-            write_manifest(
-                folder, FolderManifest(kind="unchanged", version=number, base_version=number - 1, identity=identity)
-            )
+            identity = read_manifest(version_folder(self.root, number - 1)).identity
+            write_manifest(folder, FolderManifest(
+                kind="unchanged", version=number, base_version=number - 1, identity=identity, lineage=self.versions.lineage
+            ))
         return 0
 
     def _make_root(self) -> str:
@@ -100,7 +103,8 @@ class WeightSync:
 
     def _is_ours(self, found: Mapping[int, FolderManifest], identity: str) -> bool:
         """Whether the folder of the version that was loaded holds these weights, with all that it builds on."""
-        if self.resumed_step not in found or found[self.resumed_step].identity != identity:
+        own = found.get(self.resumed_step)
+        if own is None or (own.identity, own.lineage) != (identity, self.versions.lineage):
             return False
         try:
             plan_syncs(self.root, (), self.resumed_step)

@@ -16,7 +16,7 @@ from longstraw.patches.lora import find_pairs, is_pair
 from longstraw.receipts.collect import checksum_tensors, join_checksums
 from longstraw.rollout.weight_export import complete_folder, open_folder
 from longstraw.rollout.weight_folder import (
-    DELTA_FILE, MAP_FILE, FolderManifest, hash_file, read_manifest, version_folder, write_manifest,
+    DELTA_FILE, MAP_FILE, FolderManifest, hash_file, list_versions, read_manifest, version_folder, write_manifest,
 )
 from longstraw.rollout.weight_map import MappedWeight, write_map
 from megatron.grpo.adapter_export import ADAPTER_FILES, gather_adapter, write_adapter
@@ -28,14 +28,21 @@ from megatron.grpo.conversion.names import map_parameters
 from megatron.grpo.conversion.weights import most_common_dtype
 from megatron.grpo.logra import LograOptimizer
 from megatron.grpo.weight_deltas import DeltaWriter
+from megatron.grpo.weight_lineage import WeightLineage
 from megatron.grpo.whole_weights import Read, WholeWeights, merged
 
 
 class FullVersions:
     """Whole weights each time, with low-rank pairs merged in."""
 
-    def __init__(self, args: Namespace, model: torch.nn.Module, groups):
+    def __init__(self, args: Namespace, model: torch.nn.Module, groups, lineage: WeightLineage | None = None):
+        self._lineage = lineage
         self.args, self.model, self.groups, self.preset = args, model, groups, resolve_preset(args)
+
+    @property
+    def lineage(self) -> str | None:
+        """Of the weights as they are, for manifests."""
+        return None if self._lineage is None else self._lineage.value
 
     def identity(self) -> str:
         """One checksum over every rank's weights, equal on every rank."""
@@ -44,13 +51,13 @@ class FullVersions:
     def write_start(self, root: Path, number: int) -> None:
         """A version of the weights as they are, that stands on its own."""
         self._write_whole(version_folder(root, number), FolderManifest(
-            kind="full", version=number, identity=self.identity()
+            kind="full", version=number, identity=self.identity(), lineage=self.lineage
         ), merged(self.model))
 
     def write(self, root: Path, number: int) -> int:
         """The version after a step that has moved the weights -> bytes."""
         return self._write_whole(version_folder(root, number), FolderManifest(
-            kind="full", version=number, identity=self.identity()
+            kind="full", version=number, identity=self.identity(), lineage=self.lineage
         ), merged(self.model))
 
     def _checksum(self, wanted) -> str:
@@ -93,8 +100,11 @@ class FullVersions:
 class DeltaVersions(FullVersions):
     """LoGRA's updates; whole weights, at float32 where the optimizer keeps that, at the start and every `every` versions."""
 
-    def __init__(self, args: Namespace, model: torch.nn.Module, groups, optimizer: LograOptimizer, *, every: int):
-        super().__init__(args, model, groups)
+    def __init__(
+        self, args: Namespace, model: torch.nn.Module, groups, lineage: WeightLineage | None, optimizer: LograOptimizer, *,
+        every: int,
+    ):
+        super().__init__(args, model, groups, lineage)
         self.optimizer, self.every = optimizer, every
         self.deltas = DeltaWriter(optimizer)
         names = {weight.name for _, weight in optimizer.updated_model.pairs}
@@ -143,7 +153,7 @@ class DeltaVersions(FullVersions):
         names = [DELTA_FILE, MAP_FILE, *(name for report in reports for name in report.files)]
         tensors = {name: entry for report in reports for name, entry in report.tensors.items()}
         return self._complete(folder, FolderManifest(
-            kind="delta", version=number, base_version=number - 1, identity=identity, tensors=tensors
+            kind="delta", version=number, base_version=number - 1, identity=identity, lineage=self.lineage, tensors=tensors
         ), names)
 
     def _is_due_whole(self, number: int) -> bool:
@@ -159,7 +169,8 @@ class DeltaVersions(FullVersions):
             return tensor.detach() if weight is None else weight.masters.whole(weight.weight.data)
 
         manifest = FolderManifest(
-            kind="full", version=number, identity=self.identity(), full_precision=self._dtype() == "bfloat16"
+            kind="full", version=number, identity=self.identity(), lineage=self.lineage,
+            full_precision=self._dtype() == "bfloat16",
         )
         return self._write_whole(
             version_folder(root, number), manifest, read, {MAP_FILE: lambda path: write_map(path, self.map)}
@@ -172,13 +183,15 @@ class AdapterVersions(FullVersions):
     def write_start(self, root: Path, number: int) -> None:
         """The frozen weights, unless they are there, and the adapter as it is (at version 0, of no effect: none)."""
         frozen = self._checksum(lambda name: not is_pair(name))
-        keep: list = [None]
+        origin, keep = None if self._lineage is None else self._lineage.origin, [None]
         if dist.get_rank() == 0:
-            folder = version_folder(root, 0)
-            keep = [(folder / "manifest.json").exists() and read_manifest(folder).identity == frozen]
+            found = list_versions(root).get(0)
+            keep = [found is not None and (found.identity, found.lineage) == (frozen, origin)]
         dist.broadcast_object_list(keep, src=0)
         if not keep[0]:
-            self._write_whole(version_folder(root, 0), FolderManifest(kind="full", version=0, identity=frozen), None)
+            self._write_whole(version_folder(root, 0), FolderManifest(
+                kind="full", version=0, identity=frozen, lineage=origin
+            ), None)
         if number > 0:
             self.write(root, number)
 
@@ -192,5 +205,5 @@ class AdapterVersions(FullVersions):
         write_adapter(folder, tensors, rank=pair.a.shape[0], alpha=pair.alpha)
         base = read_manifest(version_folder(root, 0)).checksum
         return self._complete(folder, FolderManifest(
-            kind="lora", version=number, base_version=0, base_checksum=base, identity=identity
+            kind="lora", version=number, base_version=0, base_checksum=base, identity=identity, lineage=self.lineage
         ), ADAPTER_FILES)

@@ -59,11 +59,12 @@ def check_two_runs_at_once(folder: Path) -> None:
            "time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", hold, str(folder / "held" / ".lock")], stdout=subprocess.PIPE, text=True)
     assert other.stdout.readline() == "held\n"
-    for flags in (f"--output-dir {folder}/held", f"--output-dir {folder}/free --save {folder}/held --save-interval 1"):
+    for flags in (f"--output-dir {folder}/held", f"--output-dir {folder}/free --save {folder}/held --save-interval 1",
+                  f"--output-dir {folder}/free --weight-sync full --weight-sync-dir {folder}/held"):  # fmt: skip
         try:
             initialize(parse(flags))
         except ValueError as error:
-            assert "another run is writing to" in str(error) and "--output-dir" in str(error)
+            assert "another run is writing to" in str(error) and "and --weight-sync-dir" in str(error), error
         else:
             raise AssertionError("two runs share a folder")
     other.kill()

@@ -60,12 +60,15 @@ def check_refusals(runner: Runner) -> None:
     for name, flags, fragment in (
         ("warm", "--sampling-temperature 0.5", "sampled with --sampling-temperature 1.0, unlike this run's"),
         ("seeds", "--prompt-order-seed 3", "other data (seed 0 then and 3 now)"),
+        ("initial", "--init-method-std 0.03", "by other weights of version 0 than this run's: the runs started from other"),
         ("whole", f"--rollout-store {store} --rollouts-from {runner.folder}/none", "samples nothing, which --rollout-store"),
         ("fresh", f"--rollout-store {store}", "holds the rollouts of another run"),
     ):
         given = flags if "--rollout-store" in flags else f"{flags} --rollouts-from {store}"
         message = failure_of(runner, f"refused-{name}", given, ValueError)
         assert fragment in message and "\n" not in message, message
+    message = failure_of(runner, "other-rate", f"--rollouts-from {store} --lr 1e-4", StepRejected)
+    assert "step 2 of" in message and "by other weights of version 1 than this run's" in message, message
     torn = runner.folder / "torn"
     if runner.rank == 0:
         shutil.copytree(store, torn)

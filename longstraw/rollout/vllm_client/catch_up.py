@@ -22,6 +22,8 @@ def main() -> int:
         with VllmEngine(flags.ready_file) as engine:
             for done in engine.follow(flags.weight_sync_dir, flags.version):
                 print(f"version {done.weight_version}: {done.kind}, {done.bytes:,} bytes in {done.seconds:.3g} s", flush=True)
+            if engine.weight_version != flags.version:
+                raise EngineError(f"the server holds version {engine.weight_version}, not {flags.version}")
     except (EngineError, ValueError) as error:
         print(f"catch_up: {error}", file=sys.stderr)
         return 1

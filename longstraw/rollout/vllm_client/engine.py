@@ -19,7 +19,7 @@ from typing import Any
 
 from longstraw.rollout.config import SamplingConfig
 from longstraw.rollout.protocol import PromptRequest, Sample, WeightVersionError
-from longstraw.rollout.weight_folder import plan_syncs, read_manifest
+from longstraw.rollout.weight_folder import is_same_version, plan_syncs, read_manifest, version_folder
 from longstraw.rollout.wire import Deadline, WireError, receive_message, send_message
 
 
@@ -65,7 +65,7 @@ class VllmEngine:
         """Of each prompt of the last `generate`, how many tokens were not computed but found in the prefix cache."""
 
         self._version: int | None = None
-        self._builds_on: list[int] = []
+        self._builds_on: dict[int, str | None] = {}
         self.port = int(ready["port"])
         try:
             self._connection = socket.create_connection((ready["host"], ready["port"]), timeout=call_seconds)
@@ -87,6 +87,11 @@ class VllmEngine:
     def weight_version(self) -> int | None:
         """Of the weights that the server holds, as of its last answer; None where it holds none."""
         return self._version
+
+    @property
+    def lineage(self) -> str | None:
+        """See `RolloutEngine`."""
+        return self._builds_on.get(self._version)
 
     def generate(
         self, requests: Sequence[PromptRequest], *, group_size: int, sampling: SamplingConfig, seed: int,
@@ -132,9 +137,13 @@ class VllmEngine:
     def follow(self, root: str | Path, version: int) -> list[SyncResult]:
         """Bring the server to a version of a trainer's --weight-sync-dir, by as many syncs as that takes, if any.
 
-        Raises ValueError where that version cannot be had from there; and as `sync`.
+        Weights of the same number but of another run are replaced. Raises ValueError where that version cannot be had from
+        there; and as `sync`.
         """
-        folders = plan_syncs(root, self._builds_on, version)
+        held = {number for number, lineage in self._builds_on.items() if is_same_version(root, number, lineage)}
+        if self._version == version and (version in held or not version_folder(root, version).exists()):
+            return []  # of a version that is not there nothing else is known
+        folders = plan_syncs(root, held - {version}, version)
         return [self.sync(folder, read_manifest(folder).version) for folder in folders]
 
     def checksums(self) -> dict[str, str]:
@@ -172,7 +181,9 @@ class VllmEngine:
         if answer is None:
             raise EngineError("the rollout server hung up")
         if "weight_version" in answer:
-            self._version, self._builds_on = answer["weight_version"], answer["builds_on"]
+            lineages = answer.get("lineages", {})
+            self._version = answer["weight_version"]
+            self._builds_on = {number: lineages.get(str(number)) for number in answer["builds_on"]}
         if answer.get("ok"):
             return answer
         kind, sentence = answer.get("kind"), f"the rollout server: {answer.get('error')}"

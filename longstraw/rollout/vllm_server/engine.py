@@ -45,9 +45,9 @@ class Engine:
         not fit its tensors, and whatever vLLM raises while it loads.
         """
         self.config, self.on_cpu = config, current_platform.is_cpu()
-        version, checksums = None, {}
+        version, checksums, lineage = None, {}, None
         if not config.await_sync:
-            version, checksums = read_start(config.model, config.weight_version or 0)
+            version, checksums, lineage = read_start(config.model, config.weight_version or 0)
         arguments = config.engine_arguments(on_cpu=self.on_cpu)
         try:
             vllm_config = EngineArgs(**arguments).create_engine_config()
@@ -66,13 +66,13 @@ class Engine:
                 self._call("open_first_step")
         self.weights = HeldWeights(
             self.engine, self._load, dtype=arguments["dtype"], max_lora_rank=config.max_lora_rank, folder=config.model,
-            version=version, checksums=checksums,
+            version=version, checksums=checksums, lineage=lineage,
         )
         self._numbered = 0
 
     def status(self) -> dict[str, Any]:
         """What every answer says of the weights."""
-        return {"weight_version": self.weights.version, "builds_on": self.weights.builds_on}
+        return self.weights.describe()
 
     def generate(self, message: dict[str, Any], deadline: Deadline, gone: Callable[[], bool]) -> dict[str, Any]:
         """Answer a message of requests; see `longstraw.rollout.vllm_client.engine`.

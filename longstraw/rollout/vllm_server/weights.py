@@ -14,10 +14,11 @@ Left out: what is done to the tensors on a rank (`worker`).
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.lora.request import LoRARequest
-from vllm.v1.engine.llm_engine import LLMEngine
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 from longstraw.rollout.host_copy import HostCopy, Sources
 from longstraw.rollout.protocol import WeightVersionError
@@ -28,44 +29,62 @@ from longstraw.rollout.weight_folder import (
 from longstraw.rollout.weight_map import read_map
 
 
-def read_start(folder: str, version: int) -> tuple[int, dict[str, str]]:
-    """(version, checksums) of the folder that the engine starts from; of one without a manifest: (`version`, none).
+def read_start(folder: str, version: int) -> tuple[int, dict[str, str], str | None]:
+    """(version, checksums, lineage) of the folder that the engine starts from; of one without a manifest: (`version`, none,
+    None).
 
     Raises ValueError where the content is not what the manifest says, or is no whole model's.
     """
     if not (Path(folder) / MANIFEST).exists():
-        return version, {}
+        return version, {}, None
     manifest = read_manifest(folder)
     if manifest.kind != "full":
         raise ValueError(f"--model {folder} is of kind {manifest.kind}: start from full weights, and sync to it")
     check_files(folder, manifest)
-    return manifest.version, {name: entry.checksum for name, entry in manifest.tensors.items()}
+    return manifest.version, {name: entry.checksum for name, entry in manifest.tensors.items()}, manifest.lineage
 
 
 class HeldWeights:
     """See the module.
 
     load: has every rank load sources, and gives the checksums of the tensors that arrived. dtype: that the engine computes
-    in. version: None where the engine has started without weights.
+    in. version: None where the engine has started without weights. lineage: see `FolderManifest`.
     """
 
     def __init__(
-        self, engine: LLMEngine, load: Callable[[Sources], dict[str, str]], *, dtype: str, max_lora_rank: int,
-        folder: str, version: int | None, checksums: dict[str, str],
+        self, engine: "LLMEngine", load: Callable[[Sources], dict[str, str]], *, dtype: str, max_lora_rank: int,
+        folder: str, version: int | None, checksums: dict[str, str], lineage: str | None = None,
     ):
         self.engine, self.load, self.dtype, self.max_lora_rank = engine, load, dtype, max_lora_rank
         self.version = version
-        self.adapter: LoRARequest | None = None
-        self._full_folder, self._full_version = folder, version
+        self.adapter: "LoRARequest | None" = None
+        self._full_folder = folder
+        # the versions that the full folder's weights are (a step can leave them alone), while the engine has those or an
+        # adapter of them; with their lineage
+        self._full_versions: dict[int, str | None] = {} if version is None else {version: lineage}
+        self._lineage = lineage
         self._checksums = checksums
         self._copy: HostCopy | None = None
 
     @property
-    def builds_on(self) -> list[int]:
-        """The versions that the next update may be one of."""
+    def builds_on(self) -> dict[int, str | None]:
+        """The versions that the next update may be one of, with their lineage."""
         if self.version is None:
-            return []
-        return [self.version] if self.adapter is None else [self.version, self._full_version]
+            return {}
+        return self._full_versions | {self.version: self._lineage}
+
+    @property
+    def _holds_whole(self) -> bool:
+        """Whether the weights are those of the full folder, with nothing beside them."""
+        return self.adapter is None and self.version in self._full_versions
+
+    def describe(self) -> dict[str, Any]:
+        """What clients are told: the version, those that an update may build on, and the lineage of each."""
+        held = self.builds_on
+        return {
+            "weight_version": self.version, "builds_on": list(held),
+            "lineages": {str(version): lineage for version, lineage in held.items()},
+        }
 
     def require(self, version: int) -> None:
         """Raise WeightVersionError unless the engine holds weights of this version."""
@@ -98,12 +117,14 @@ class HeldWeights:
         take = {"full": self._take_full, "delta": self._take_delta, "lora": self._take_adapter}.get(manifest.kind)
         if take is None:
             self._require_base(path, manifest)
+            if self._holds_whole:
+                self._full_versions[version] = manifest.lineage
         else:
             take(path, manifest)
         if not self.engine.reset_prefix_cache():
             self.version = None
             raise RuntimeError("vLLM did not clear its prefix cache")
-        self.version = version
+        self.version, self._lineage = version, manifest.lineage
         return {"kind": manifest.kind, "bytes": manifest.payload_bytes, "seconds": time.perf_counter() - started}
 
     def _take_full(self, path: str, manifest: FolderManifest) -> None:
@@ -119,7 +140,7 @@ class HeldWeights:
             sources = [(str(file), None) for file in sorted(set(tensor_files(path).values()))]
             self._load(sources, wanted, path)
             self._copy = None
-        self._full_folder, self._full_version = path, manifest.version
+        self._full_folder, self._full_versions = path, {manifest.version: manifest.lineage}
 
     def _take_delta(self, path: str, manifest: FolderManifest) -> None:
         self._require_base(path, manifest)
@@ -128,7 +149,7 @@ class HeldWeights:
         check_files(path, manifest)
         copy = self._copy
         if copy is None:
-            if self.version != self._full_version:
+            if not self._holds_whole:
                 raise ValueError(f"{path} updates version {self.version}, of which {self._full_folder} is not the whole.")
             copy = HostCopy.open(self._full_folder, read_map(Path(path) / MAP_FILE), self.dtype)
         self._copy = None  # until the update is known to be whole
@@ -137,6 +158,7 @@ class HeldWeights:
         except ValueError as error:
             self._copy = copy if "was applied" not in str(error) else None
             raise
+        self._full_versions = {}  # the engine's weights leave those of the full folder
         rest = {name: entry.checksum for name, entry in manifest.tensors.items()}
         with copy.serve() as sources:
             self._load(sources, self.checksums() | rest | copy.checksums, path)
@@ -145,12 +167,13 @@ class HeldWeights:
     def _take_adapter(self, path: str, manifest: FolderManifest) -> None:
         if not self.max_lora_rank:
             raise ValueError(f"{path} is a low-rank adapter, and the server takes none: start it with --max-lora-rank.")
-        moved = self.adapter is None and self.version != self._full_version  # by updates
-        if self.version is None or moved or manifest.base_version != self._full_version:
+        if self.version is None or manifest.base_version not in self._full_versions:
             raise ValueError(f"{path} adapts the weights of version {manifest.base_version}, which the engine does not hold.")
         if manifest.base_checksum != join_tensor_checksums(self.checksums()):
             raise ValueError(f"{path} adapts other weights than those that the engine holds.")
         check_files(path, manifest)
+        from vllm.lora.request import LoRARequest
+
         adapter = LoRARequest(
             lora_name=f"version-{manifest.version}", lora_int_id=manifest.version + 1, lora_path=path, load_inplace=True
         )
@@ -161,7 +184,7 @@ class HeldWeights:
         self.adapter = adapter
 
     def _require_base(self, path: str, manifest: FolderManifest) -> None:
-        if self.version is None or manifest.base_version != self.version:
+        if self.version is None or manifest.base_version not in (self._full_versions if self._holds_whole else [self.version]):
             held = "no weights" if self.version is None else f"version {self.version}"
             raise ValueError(f"{path} builds on version {manifest.base_version}, and the engine holds {held}.")
 

@@ -112,6 +112,15 @@ def test_other_weights_another_place_and_other_data_are_refused(stored, order):
         check_step(stored(), 4, describe(), order)
 
 
+def test_other_weights_of_the_same_version_are_refused(stored, order):
+    check_step(stored(lineage="sha256:aa"), 3, describe(), order, "sha256:aa")
+    for unknown in (stored(lineage=""), "sha256:aa"), (stored(lineage="sha256:aa"), None):
+        check_step(unknown[0], 3, describe(), order, unknown[1])
+    with pytest.raises(ValueError) as refused:
+        check_step(stored(lineage="sha256:aa"), 3, describe(), order, "sha256:bb")
+    assert "sampled by other weights of version 2 than this run's" in str(refused.value) and "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize("index", [0, 5, None])
 def test_a_group_comes_back(index):
     group = make_group(index)

@@ -85,7 +85,7 @@ def change_manifest(**changes):
     (lambda store: (store.folder / "step-000002.json").unlink(), "holds no rollouts of step 2 (it has none)"),
     (lambda store: (store.folder / "step-000002.json").write_text("{"), "is no manifest of rollouts"),
     (lambda store: (store.folder / "step-000002.json").write_text("[]"), "is no manifest of rollouts"),
-    (change_manifest(format_version=2), "has format version 2, and this program reads version 1"),
+    (change_manifest(format_version=1), "has format version 1, and this program reads version 2"),
     (change_manifest(step=3), "is the manifest of step 3"),
     (change_manifest(rows=7), "holds 8 rollouts, not 7"),
     (change_manifest(weight_version=5), "holds rollouts of weight_version 1, and its manifest says 5"),
@@ -160,6 +160,8 @@ ASKED = dict(group_size=2, weight_version=1, max_response_length=3, stop_ids=fro
     (dict(logprobs=(-0.5, 0.2)), "response 1 has 0.2 as a token's log-probability"),
     (dict(token_ids=(6, 6)), "response 1 goes on behind a stop token"),
     (dict(finish_reason="length"), "response 1 ends with token 6 and is said to have ended by length"),
+    (dict(token_ids=(5, 7), finish_reason="length"), "response 1 was cut after 2 tokens, short of --max-response-length 3: the "
+     "engine's --max-model-len"),
     (dict(token_ids=(5, 7)), "response 1 ends with token 7 and is said to have ended by stop"),
 ])  # fmt: skip
 def test_a_sample_that_was_not_asked_for_is_named(change, clause):

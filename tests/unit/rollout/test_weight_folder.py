@@ -1,6 +1,8 @@
 """Weight versions on disk: complete or none, every damage found, the way from one version to another."""
 
+import contextlib
 import json
+import os
 import shutil
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longstraw.rollout.row_layouts import GroupedQKV, StackedRows
-from longstraw.rollout.weight_export import ShardWriter, choose_writers, complete_folder, open_folder
+from longstraw.rollout.weight_export import ShardWriter, choose_writers, complete_folder, open_folder, remove_folder
 from longstraw.rollout.weight_folder import (
     INDEX, MANIFEST, FolderManifest, check_files, checksum_folder, compare_checksums, list_versions, plan_syncs,
     read_manifest, tensor_files, version_folder, write_manifest,
@@ -53,6 +55,41 @@ def test_a_folder_holds_what_its_ranks_wrote_and_says_so(tmp_path):
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in TENSORS.values())
     assert manifest.payload_bytes == sum(p.stat().st_size for p in folder.iterdir() if p.name != MANIFEST)
     assert all(path.stat().st_mode & 0o044 == 0o044 for path in files), "another user's engine cannot read it"
+
+
+@pytest.mark.parametrize("name", ["unlink", "rmdir", "fsync"])
+def test_a_folder_that_is_being_removed_is_whole_or_none(tmp_path, monkeypatch, name):
+    """Killed at each call that changes the disk."""
+    real = getattr(os, name)
+    for kill in range(4):
+        folder, calls = version_folder(tmp_path, kill), []
+        write(folder, version=kill)
+
+        def deadly(*given, **more):
+            calls.append(given)
+            if len(calls) > kill:
+                raise KeyboardInterrupt
+            return real(*given, **more)
+
+        monkeypatch.setattr(os, name, deadly)
+        with contextlib.suppress(KeyboardInterrupt):
+            remove_folder(folder)
+        monkeypatch.undo()
+        if kill in list_versions(tmp_path):
+            check_files(folder, read_manifest(folder))
+        else:
+            assert not (folder / MANIFEST).exists()
+
+
+def test_what_does_not_read_is_no_version(tmp_path):
+    for number in range(5):
+        write(version_folder(tmp_path, number), version=number)
+    path = next(version_folder(tmp_path, 1).glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+    (version_folder(tmp_path, 2) / MANIFEST).write_text("{")
+    shutil.copytree(version_folder(tmp_path, 4), version_folder(tmp_path, 9))
+    version_folder(tmp_path, 3).joinpath(INDEX).unlink()
+    assert sorted(list_versions(tmp_path)) == [0, 4]
 
 
 def test_writers_share_the_bytes_among_those_that_hold_them():
