@@ -24,6 +24,7 @@ from longstraw.sweeps import ReplayEngine
 from longstraw.transaction.commit import StepRejected, agree_on_failure
 from longstraw.transaction.reference import ReferencePolicy
 from longstraw.transaction.step import Step
+from megatron.grpo.agreed_writes import WriteFailure
 from megatron.grpo.arguments import parse_command_line
 from megatron.grpo.checkpointing import (
     find_reference, load_checkpoint, load_weights, refuse_foreign_checkpoints, save_checkpoint,
@@ -175,7 +176,7 @@ def main() -> int:
             roll_out_only(args, config)
             return 0
         run(args, config)
-    except (ValueError, StepRejected, RewardFailure, UniformGroupsError) as error:
+    except (ValueError, StepRejected, RewardFailure, UniformGroupsError, WriteFailure) as error:
         print(f"train: rank {os.environ.get('RANK', 0)}: {error}", file=sys.stderr, flush=True)
         # Other ranks may wait in a collective: torchrun ends them once this one is gone.
         os._exit(1)

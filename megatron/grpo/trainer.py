@@ -24,6 +24,7 @@ from longstraw.receipts.recorder import RunRecorder
 from longstraw.transaction.commit import StepRejected, StepSnapshot, agree_on_failure, check_loss
 from longstraw.transaction.group import PromptGroup
 from longstraw.transaction.step import ReplayResult, Step, StepInterrupted
+from megatron.grpo.agreed_writes import WriteFailure
 from megatron.grpo.evaluation import evaluate
 from megatron.grpo.prompt_order import PromptOrder
 from megatron.grpo.prompts import Prompt
@@ -83,6 +84,7 @@ class Trainer:
         self.rewards: list[float] = []  # of this replica's responses of the step that take part
         self.world = dist.group.WORLD
         self.device = sampler.device
+        self.unwritten: WriteFailure | None = None  # why a committed step's weights could not be left for the engine
         self.counts = TokenCounts()
         self.rollout_lag = 0  # steps between the weights that sampled the last committed step's responses and those it trained
         self.started = time.perf_counter()
@@ -105,7 +107,9 @@ class Trainer:
                     self.save(done)
                 raise
             done = number
-            after, failure = self._evaluate_after(number == last or bool(interval and number % interval == 0))
+            due = self.unwritten is None and (number == last or bool(interval and number % interval == 0))
+            after, failure = self._evaluate_after(due)
+            failure = self.unwritten or failure
             if before is not None:
                 record["eval_reward_mean_before"] = before
             if after is not None or before is not None:
@@ -198,9 +202,17 @@ class Trainer:
         self._show_failures(number)
         if self.weight_sync is not None:
             with self.recorder.clock.phase("weight_sync"):
-                metrics |= self.weight_sync.write(number, changed=moved)
+                metrics |= self._write_weights(number, moved)
         seconds, peak_bytes = self._largest(time.perf_counter() - started, read_peak_bytes())
         return {"step": number} | self._describe(groups) | metrics | {"seconds": seconds, "peak_bytes": int(peak_bytes)}
+
+    def _write_weights(self, number: int, moved: bool) -> dict:
+        """Leave the weights of a committed step for the engine -> figures. A failure ends the run once the step is saved."""
+        try:
+            return self.weight_sync.write(number, changed=moved)
+        except WriteFailure as failure:
+            self.unwritten = failure
+            return {}
 
     def _phase(self, name: str, work: Callable[[], object]):
         """Run a phase on this rank, then agree with all ranks on how it ended."""

@@ -19,6 +19,7 @@ from longstraw.optim.updated_weight import ROWS_AT_ONCE
 from longstraw.patches.projections import ProjectionMatrix
 from longstraw.receipts.collect import checksum_tensors, join_checksums
 from longstraw.rollout.weight_delta import DeltaManifest, WeightStep, write_delta
+from megatron.grpo.agreed_writes import WriteFailure, write_on_rank_0
 from megatron.grpo.logra import LograOptimizer
 from megatron.grpo.sharding import is_expert, unshard_parameter, whole_name
 
@@ -66,21 +67,26 @@ class DeltaWriter:
         self._noted = (number, entries, steps)
 
     def write(self, path: Path) -> int:
-        """After the weights have moved: the update that was noted, as a file by rank 0 -> its bytes, on every rank."""
+        """After the weights have moved: the update that was noted, as a file by rank 0 -> its bytes, on every rank.
+
+        Raises WriteFailure, on every rank, where it cannot be written.
+        """
         number, entries, steps = self._noted
         self._noted = None
-        result, size = self._checksum(), [0]
-        if dist.get_rank() == 0:
+        result = self._checksum()
+
+        def write_file() -> int:
             one = self.pairs[0][1].sketch
             manifest = DeltaManifest(
                 step=number, base=self._base, result=result, rank=one.projection.rank, kind=one.projection.kind,
                 seed=one.projection.seed, draw=one.projection.draw, entries_at_once=one.limits.entries,
                 rows_at_once=ROWS_AT_ONCE, weights=steps,
             )
-            size = [write_delta(path, entries, manifest)]
-        dist.broadcast_object_list(size, src=0)
+            return write_delta(path, entries, manifest)
+
+        size = write_on_rank_0(write_file)
         self._base = result
-        return size[0]
+        return size
 
     def _checksum(self) -> str:
         """Of the float32 weights of all matrices, as `longstraw.rollout.weight_delta.checksum_weights` has it."""
@@ -133,5 +139,8 @@ class DeltaFolder:
     def finish(self) -> dict:
         """After they have moved -> `delta_bytes` and `delta_seconds`, equal on every rank. Collective."""
         started = time.perf_counter()
-        size = self.writer.write(self.folder / f"step_{self._number:07d}.safetensors")
+        try:
+            size = self.writer.write(self.folder / f"step_{self._number:07d}.safetensors")
+        except WriteFailure as error:
+            raise WriteFailure(f"--logra-delta-dir {self.folder} cannot take step {self._number}: {error}") from None
         return {"delta_bytes": size, "delta_seconds": time.perf_counter() - started}

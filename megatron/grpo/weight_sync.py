@@ -11,18 +11,19 @@ loaded; else it writes them whole.
 Left out: telling the engine (`longstraw.rollout.vllm_client`) and sending folders to machines that do not see them.
 """
 
-import shutil
 import time
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from longstraw.rollout.weight_export import open_folder
+from longstraw.rollout.weight_export import open_folder, remove_folder
 from longstraw.rollout.weight_folder import FolderManifest, list_versions, plan_syncs, read_manifest, version_folder, write_manifest
 from longstraw.transaction.commit import agree_on_failure
+from megatron.grpo.agreed_writes import WriteFailure, write_on_rank_0
 from megatron.grpo.weight_lineage import WeightLineage
 from megatron.grpo.weight_sync_config import WeightSyncConfig
 from megatron.grpo.weight_update import WeightUpdate
@@ -58,40 +59,50 @@ class WeightSync:
             raise ValueError(message)
 
     def start(self) -> None:
-        """Have the version of the weights as they are; remove what a run that was here before wrote after it. Collective."""
+        """Have the version of the weights as they are; remove what a run that was here before wrote after it, and what is not
+        whole. Collective. Raises WriteFailure, on every rank, where that fails."""
         identity = self.versions.identity()
-        present: list = [None]
-        if dist.get_rank() == 0:
-            found = list_versions(self.root)
-            for folder in self.root.glob("version-*"):
-                number = folder.name.removeprefix("version-")
-                if number.isdecimal() and (int(number) > self.resumed_step or int(number) not in found):
-                    shutil.rmtree(folder)
-            present = [self._is_ours(found, identity)]
-        dist.broadcast_object_list(present, src=0)
-        if not present[0]:
-            self.versions.write_start(self.root, self.resumed_step)
+        with self._naming(self.resumed_step):
+            if not write_on_rank_0(lambda: self._clear_and_look(identity)):
+                self.versions.write_start(self.root, self.resumed_step)
 
     def write(self, number: int, *, changed: bool) -> dict:
         """After step `number` is committed -> `weight_sync_bytes` and `weight_sync_seconds`. Collective.
 
         changed: whether the step moved the weights; if not, the version is the one before under another number.
+        Raises WriteFailure, on every rank, where a rank cannot write; the folder has no version `number` then.
         """
         started = time.perf_counter()
-        size = [self.versions.write(self.root, number) if changed else self._repeat(number)]
-        if dist.get_rank() == 0 and self.keep:
-            remove_old_versions(self.root, self.keep)
-        dist.broadcast_object_list(size, src=0)
-        return {"weight_sync_bytes": size[0], "weight_sync_seconds": time.perf_counter() - started}
+        with self._naming(number):
+            size = self.versions.write(self.root, number) if changed else write_on_rank_0(lambda: self._repeat(number))
+            if self.keep:
+                write_on_rank_0(lambda: remove_old_versions(self.root, self.keep))
+        return {"weight_sync_bytes": size, "weight_sync_seconds": time.perf_counter() - started}
+
+    @contextmanager
+    def _naming(self, number: int):
+        """A failure to write says where and what."""
+        try:
+            yield
+        except WriteFailure as error:
+            raise WriteFailure(f"--weight-sync-dir {self.root} cannot take version {number}: {error}") from None
+
+    def _clear_and_look(self, identity: str) -> bool:
+        """Whether the version that was loaded is there, once all that must go is gone."""
+        found = list_versions(self.root)
+        for folder in self.root.glob("version-*"):
+            number = folder.name.removeprefix("version-")
+            if number.isdecimal() and (int(number) > self.resumed_step or int(number) not in found):
+                remove_folder(folder)
+        return self._is_ours(found, identity)
 
     def _repeat(self, number: int) -> int:
-        if dist.get_rank() == 0:
-            folder = version_folder(self.root, number)
-            open_folder(folder)
-            identity = read_manifest(version_folder(self.root, number - 1)).identity
-            write_manifest(folder, FolderManifest(
-                kind="unchanged", version=number, base_version=number - 1, identity=identity, lineage=self.versions.lineage
-            ))
+        folder = version_folder(self.root, number)
+        open_folder(folder)
+        identity = read_manifest(version_folder(self.root, number - 1)).identity
+        write_manifest(folder, FolderManifest(
+            kind="unchanged", version=number, base_version=number - 1, identity=identity, lineage=self.versions.lineage
+        ))
         return 0
 
     def _make_root(self) -> str:
@@ -122,4 +133,4 @@ def remove_old_versions(root: Path, keep: int) -> None:
             wanted.add(number)
             number = found[number].base_version if number in found else None
     for number in found.keys() - wanted:
-        shutil.rmtree(version_folder(root, number))
+        remove_folder(version_folder(root, number))

@@ -1,7 +1,7 @@
 """What a weight version is made of, by kind: whole weights, an update of them, or an adapter beside them.
 
 `FullVersions`, `DeltaVersions` and `AdapterVersions` write one folder each; `megatron.grpo.weight_sync` says which and when.
-Methods are collective; sizes are known on rank 0 alone. `identity` is a checksum of the trainer's own weights, by which a
+Methods are collective, and raise WriteFailure on every rank where one cannot write. `identity` is a checksum of the trainer's own weights, by which a
 run that goes on knows a folder of its own.
 """
 
@@ -16,9 +16,10 @@ from longstraw.patches.lora import find_pairs, is_pair
 from longstraw.receipts.collect import checksum_tensors, join_checksums
 from longstraw.rollout.weight_export import complete_folder, open_folder
 from longstraw.rollout.weight_folder import (
-    DELTA_FILE, MAP_FILE, FolderManifest, hash_file, list_versions, read_manifest, version_folder, write_manifest,
+    DELTA_FILE, MAP_FILE, FolderManifest, hash_file, read_manifest, read_version, version_folder, write_manifest,
 )
 from longstraw.rollout.weight_map import MappedWeight, write_map
+from megatron.grpo.agreed_writes import write_on_rank_0
 from megatron.grpo.adapter_export import ADAPTER_FILES, gather_adapter, write_adapter
 from megatron.grpo.arguments import resolve_preset
 from megatron.grpo.conversion.architecture import hf_config_from_preset
@@ -69,16 +70,19 @@ class FullVersions:
     def _write_whole(self, folder: Path, manifest: FolderManifest, read: Read | None, extra: dict | None = None) -> int:
         """extra: name -> what writes the file of that name, given its path."""
         extra = extra or {}
-        if dist.get_rank() == 0:
+
+        def begin() -> None:
             open_folder(folder)
             for name, write in extra.items():
                 write(folder / name)
-        dist.barrier()
+
+        def complete() -> int:
+            config = hf_config_from_preset(self.preset, dtype=self._dtype(), source=self._source_config())
+            return complete_folder(folder, reports, manifest, config=config, extra_files=tuple(extra)).payload_bytes
+
+        write_on_rank_0(begin)
         reports = WholeWeights(self.model, self.preset, self.groups, read=read).write(folder)
-        if dist.get_rank() != 0:
-            return 0
-        config = hf_config_from_preset(self.preset, dtype=self._dtype(), source=self._source_config())
-        return complete_folder(folder, reports, manifest, config=config, extra_files=tuple(extra)).payload_bytes
+        return write_on_rank_0(complete)
 
     def _dtype(self) -> str:
         return str(most_common_dtype(self.model)).removeprefix("torch.")
@@ -105,7 +109,7 @@ class DeltaVersions(FullVersions):
         every: int,
     ):
         super().__init__(args, model, groups, lineage)
-        self.optimizer, self.every = optimizer, every
+        self.optimizer, self.every, self._rest = optimizer, every, ""
         self.deltas = DeltaWriter(optimizer)
         names = {weight.name for _, weight in optimizer.updated_model.pairs}
         gathered: list = [None] * dist.get_world_size()
@@ -116,8 +120,11 @@ class DeltaVersions(FullVersions):
         ]
 
     def identity(self) -> str:
-        """Of the float32 weights that updates move."""
-        return self.deltas.base_checksum()
+        """Of the float32 weights that updates move, and of all others: embeddings, norms, the output layer."""
+        if self.optimizer.rest is not None or not self._rest:  # without an optimizer they stay as they are
+            moved = {matrix.name for matrix, _ in self.optimizer.updated_model.pairs}
+            self._rest = self._checksum(lambda name: name not in moved)
+        return join_checksums([self.deltas.base_checksum(), self._rest])
 
     def note(self, number: int, step: float) -> None:
         """Before the weights move by an update of length `step`."""
@@ -138,23 +145,24 @@ class DeltaVersions(FullVersions):
             self.deltas.forget()
             return self._write_full(root, number)
         folder = version_folder(root, number)
-        if dist.get_rank() == 0:
+
+        def begin() -> None:
             open_folder(folder)
             write_map(folder / MAP_FILE, self.map)
-        dist.barrier()
+
+        write_on_rank_0(begin)
         self.deltas.write(folder / DELTA_FILE)
         reports = []
         if self.optimizer.rest is not None:
             moved = {weight.name for weight in self.map}
             reports = WholeWeights(self.model, self.preset, self.groups).write(folder, names=lambda name: name not in moved)
         identity = self.identity()
-        if dist.get_rank() != 0:
-            return 0
         names = [DELTA_FILE, MAP_FILE, *(name for report in reports for name in report.files)]
         tensors = {name: entry for report in reports for name, entry in report.tensors.items()}
-        return self._complete(folder, FolderManifest(
+        manifest = FolderManifest(
             kind="delta", version=number, base_version=number - 1, identity=identity, lineage=self.lineage, tensors=tensors
-        ), names)
+        )
+        return write_on_rank_0(lambda: self._complete(folder, manifest, names))
 
     def _is_due_whole(self, number: int) -> bool:
         return bool(self.every) and number % self.every == 0
@@ -183,12 +191,9 @@ class AdapterVersions(FullVersions):
     def write_start(self, root: Path, number: int) -> None:
         """The frozen weights, unless they are there, and the adapter as it is (at version 0, of no effect: none)."""
         frozen = self._checksum(lambda name: not is_pair(name))
-        origin, keep = None if self._lineage is None else self._lineage.origin, [None]
-        if dist.get_rank() == 0:
-            found = list_versions(root).get(0)
-            keep = [found is not None and (found.identity, found.lineage) == (frozen, origin)]
-        dist.broadcast_object_list(keep, src=0)
-        if not keep[0]:
+        origin = None if self._lineage is None else self._lineage.origin
+        found = write_on_rank_0(lambda: read_version(root, 0))
+        if found is None or (found.identity, found.lineage) != (frozen, origin):
             self._write_whole(version_folder(root, 0), FolderManifest(
                 kind="full", version=0, identity=frozen, lineage=origin
             ), None)
@@ -198,12 +203,14 @@ class AdapterVersions(FullVersions):
     def write(self, root: Path, number: int) -> int:
         """See `FullVersions`."""
         identity, tensors = self.identity(), gather_adapter(self.model, self.preset, self.groups)
-        if dist.get_rank() != 0:
-            return 0
         folder, pair = version_folder(root, number), find_pairs(self.model)[0]
-        open_folder(folder)
-        write_adapter(folder, tensors, rank=pair.a.shape[0], alpha=pair.alpha)
-        base = read_manifest(version_folder(root, 0)).checksum
-        return self._complete(folder, FolderManifest(
-            kind="lora", version=number, base_version=0, base_checksum=base, identity=identity, lineage=self.lineage
-        ), ADAPTER_FILES)
+
+        def write() -> int:
+            open_folder(folder)
+            write_adapter(folder, tensors, rank=pair.a.shape[0], alpha=pair.alpha)
+            base = read_manifest(version_folder(root, 0)).checksum
+            return self._complete(folder, FolderManifest(
+                kind="lora", version=number, base_version=0, base_checksum=base, identity=identity, lineage=self.lineage
+            ), ADAPTER_FILES)
+
+        return write_on_rank_0(write)

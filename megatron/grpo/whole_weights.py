@@ -23,6 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from longstraw.patches.lora import find_pairs, is_pair
 from longstraw.receipts.collect import checksum_tensors
 from longstraw.rollout.weight_export import DEFAULT_FILE_BYTES, ShardReport, ShardWriter, choose_writers
+from megatron.grpo.agreed_writes import try_write, write_agreed
 from megatron.grpo.conversion.names import ParameterMap, map_parameters
 from megatron.grpo.conversion.weights import local_name, match_parameters
 from megatron.grpo.presets import ModelPreset
@@ -46,12 +47,24 @@ class WholeWeights:
 
     def write(self, folder: Path, *, names: Callable[[str], bool] = lambda name: True, file_bytes: int = DEFAULT_FILE_BYTES):
         """Write the weights whose whole Megatron name `names` takes into a folder that every rank sees -> every rank's
-        ShardReport. Collective."""
+        ShardReport. Collective.
+
+        Raises WriteFailure, on every rank, where one cannot write.
+        """
         shards = ShardWriter(folder, rank=dist.get_rank(), file_bytes=file_bytes)
-        for name, tensor in self._own_tensors(names):
-            shards.add(name, tensor)
+        failure = ""
+        for name, tensor in self._own_tensors(names):  # collective: a rank that cannot write goes on
+            if not failure:
+                _, failure = try_write(lambda: shards.add(name, tensor))
+
+        def close() -> ShardReport:
+            if failure:
+                raise ValueError(failure)
+            return shards.close()
+
+        own = write_agreed(close)
         reports: list[ShardReport] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, shards.close())
+        dist.all_gather_object(reports, own)
         return reports
 
     def checksums(self) -> dict[str, str]:

@@ -7,9 +7,11 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -19,6 +21,7 @@ from longstraw.rollout.weight_folder import (
     MAP_FILE, check_files, checksum_folder, list_versions, plan_syncs, read_manifest, tensor_files, version_folder,
 )
 from longstraw.rollout.weight_map import read_map
+from megatron.grpo.agreed_writes import WriteFailure
 from megatron.grpo.arguments import resolve_preset
 from megatron.grpo.conversion.weights import hf_tensors
 from tests.ranks.training_ranks import Runner
@@ -209,8 +212,81 @@ def check_unchanged(runner: Runner) -> None:
         assert [r["weight_sync_bytes"] for r in records] == [0, 0]
 
 
+def check_damaged(runner: Runner) -> None:
+    """Folders that are damaged, or were being removed when the run was killed, are written again; a run goes on."""
+    flags = f"{DENSE} {TP2} --weight-sync full"
+    run(runner, "whole", f"{flags} --save {runner.folder}/damaged --save-interval 1", root="damaged")
+    root = runner.folder / "weights" / "damaged"
+    if runner.rank == 0:
+        path = next(version_folder(root, 2).glob("model-*"))
+        path.write_bytes(path.read_bytes()[:-1])
+        next(version_folder(root, 1).glob("model-*")).unlink()
+        (version_folder(root, 0) / "manifest.json").write_text("{")
+    again = flags.replace("--train-iters 2", "--train-iters 3")
+    _, _, weights = run(runner, "mended", f"{again} --load {runner.folder}/damaged", root="damaged")
+    if runner.rank == 0:
+        assert sorted(list_versions(root)) == [2, 3] and not version_folder(root, 1).exists()
+        assert_same(read_tensors(version_folder(root, 3)), weights[3])
+        read_tensors(version_folder(root, 2))
+
+
+def check_full_disk(runner: Runner) -> None:
+    """A folder that takes no more, on one rank, ends the run on both after the step, which is saved; the run can go on."""
+    for name, kind, at, guilty in (
+        ("shards", f"{DENSE} {TP2} --weight-sync full", "longstraw.rollout.weight_export.save_file", 1),
+        ("update", f"{DENSE} {TP2} {LOGRA} --weight-sync delta", "megatron.grpo.weight_deltas.write_delta", 0),
+    ):
+        saved = runner.folder / f"full-{name}"
+
+        def fill_disk(trainer, at=at, guilty=guilty):
+            def no_space(*given, **more):
+                raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+            if runner.rank == guilty:
+                patches.append(mock.patch(at, no_space))
+                patches[-1].start()
+
+        patches: list = []
+        flags = f"{kind} --weight-sync-dir {runner.folder}/weights/full-{name}"
+        try:
+            runner.run(name, f"{flags} --save {saved} --save-interval 9", prepare=fill_disk)
+        except WriteFailure as error:
+            assert f"full-{name} cannot take version 1: I/O error: No space left" in str(error), error
+            assert str(error).startswith("--weight-sync-dir ") and "\n" not in str(error)
+        else:
+            raise AssertionError("nothing was said of a full disk")
+        for patch in patches:
+            patch.stop()
+        assert (saved / "latest_checkpointed_iteration.txt").read_text() == "1"
+        assert len((runner.folder / name / "metrics.jsonl").read_text().splitlines()) == 1
+        runner.run(f"{name}-on", f"{flags} --load {saved}")
+        if runner.rank == 0:
+            assert sorted(list_versions(runner.folder / "weights" / f"full-{name}")) == [0, 1, 2]
+
+
+def check_other_weights(runner: Runner) -> None:
+    """What updates do not move is part of a folder's identity: one with another norm is written again."""
+    flags = f"{DENSE} {TP2} {LOGRA} --weight-sync delta"
+    _, root, _ = run(runner, "norms", flags)
+    before = list_versions(root)[0] if runner.rank == 0 else None
+
+    def look(trainer):
+        found.append(trainer.weight_sync.versions.identity())
+        versions = trainer.weight_sync.versions
+        versions._rest = ""
+        with torch.no_grad():
+            trainer.step.engine.model.decoder.final_layernorm.weight.add_(1.0)
+        found.append(versions.identity())
+
+    found: list = []
+    runner.run("norms-again", f"{flags} --weight-sync-dir {root}", prepare=look)
+    if runner.rank == 0:
+        assert before.identity == found[0] != found[1], found
+
+
 CHECKS = (
-    check_full, check_delta, check_masters, check_experts, check_adapter, check_resume, check_unchanged,
+    check_full, check_delta, check_masters, check_experts, check_adapter, check_resume, check_unchanged, check_damaged,
+    check_full_disk, check_other_weights,
 )
 
 
