@@ -28,8 +28,10 @@ from longstraw.rollout.weight_folder import join_tensor_checksums
 from longstraw.transaction.group import PromptGroup
 from megatron.grpo.arguments import resolve_preset
 from megatron.grpo.checkpointing import ResumedRun
+from megatron.grpo.presets import ModelPreset
 from megatron.grpo.run_config import TrainConfig
-from megatron.grpo.whole_weights import WholeWeights, merged
+from megatron.grpo.sharding import is_expert, partition_dim, unshard_parameter, whole_name
+from megatron.grpo.whole_weights import merged
 
 STATE = "weight_lineage"
 """Its place among the values that a checkpoint keeps for the program."""
@@ -38,6 +40,7 @@ _OPTIMIZER_FLAGS = (
     "optimizer", "bf16", "adam_beta1", "adam_beta2", "adam_eps", "apply_wd_to_qk_layernorm", "clip_grad", "dsa_indexer_loss_coeff",
     "dsa_indexer_use_sparse_loss",
 )
+_OVER_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _NOT_OF_THE_UPDATE = {
     "objective": ("logprob_chunk_tokens", "group_filter_retries"),
     "logra": ("logra_cosine_of", "logra_delta_dir", "logra_masters", "logra_master_residency"),
@@ -88,11 +91,37 @@ def open_lineage(
         shares = config.rollouts.rollout_store or config.rollouts.rollouts_from or config.rollouts.rollout_engine != "resident"
         if not shares and config.weight_sync.weight_sync == "none":
             return None
-        value = join_tensor_checksums(WholeWeights(model, resolve_preset(args), groups, read=merged(model)).checksums())
+        value = checksum_whole(model, resolve_preset(args), groups)
         saved = {"value": value, "origin": None if goes_on else value, "start": _checksum_pairs(model)}
     if goes_on and args.no_load_optim:
         saved = saved | {"start": join_checksums([saved["start"], f"no optimizer state at step {resumed.iteration}"])}
     return WeightLineage(**saved, flags=flags, dp=groups.dp)
+
+
+@torch.no_grad()
+def checksum_whole(model: torch.nn.Module, preset: ModelPreset, groups) -> str:
+    """Of the weights that the model computes with, whole and by their names on one rank. Collective.
+
+    The same at any parallel sizes: shards are put together tensor by tensor, and padded vocabulary is left out. It is over
+    the model's own tensors, since not every model has a form in Hugging Face's.
+    """
+    tp, ep, read, found = groups.tp, groups.ep, merged(model), {}
+    state = model.state_dict(keep_vars=True)
+    names = [name for name in state if not (is_pair(name) or name.endswith("_extra_state"))]
+    for index, name in enumerate(names):
+        whole = read(name, state[name])
+        if tp.size() > 1 and partition_dim(name) is not None and not is_expert(name):
+            shards = [torch.empty_like(whole) for _ in range(tp.size())]
+            dist.all_gather(shards, whole.contiguous(), group=tp)
+            whole = unshard_parameter(name, shards, preset)
+        if name in _OVER_VOCABULARY:
+            whole = whole[: preset.vocab_size]
+        if is_expert(name) or index % dist.get_world_size() == dist.get_rank():  # ranks share out what all of them hold
+            known = whole_name(name, preset.num_experts, ep.rank(), ep.size())
+            found[known] = checksum_tensors([(known, whole)])
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, found)
+    return join_tensor_checksums({name: checksum for part in gathered for name, checksum in part.items()})
 
 
 def hash_flags(args: Namespace, config: TrainConfig) -> str:

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from longstraw.patches.lora import find_pairs, is_pair
-from longstraw.receipts.collect import checksum_tensors
 from longstraw.rollout.weight_export import DEFAULT_FILE_BYTES, ShardReport, ShardWriter, choose_writers
 from megatron.grpo.agreed_writes import try_write, write_agreed
 from megatron.grpo.conversion.names import ParameterMap, map_parameters
@@ -66,13 +65,6 @@ class WholeWeights:
         reports: list[ShardReport] = [None] * dist.get_world_size()
         dist.all_gather_object(reports, own)
         return reports
-
-    def checksums(self) -> dict[str, str]:
-        """Checkpoint name -> checksum of every weight, whatever the parallel sizes. Collective."""
-        own = {name: checksum_tensors([(name, tensor)]) for name, tensor in self._own_tensors(lambda name: True)}
-        gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-        return {name: checksum for part in gathered for name, checksum in part.items()}
 
     def _own_tensors(self, names: Callable[[str], bool]):
         """(checkpoint name, tensor) of what this rank writes."""
