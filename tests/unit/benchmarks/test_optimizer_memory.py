@@ -51,7 +51,8 @@ def test_live_storages_are_what_the_update_counts_and_what_shapes_say(optimizer,
 def test_ten_times_fewer_bytes_on_sketched_weights():
     assert figures_of("adam", "")["matrices_bytes"] >= 10 * figures_of("logra", "")["matrices_bytes"]
     counted = figures_of("logra", "")["counted"]
-    assert 12 * figures_of("logra", "")["matrix_parameters"] >= 20 * (counted["gradients"] + counted["optimizer"])
+    # Adam has 12 bytes a parameter; LoGRA's gradients are its sketches and the words of the projection that is drawn now.
+    assert 12 * figures_of("logra", "")["matrix_parameters"] >= 17 * (counted["gradients"] + counted["optimizer"])
 
 
 def test_every_phase_has_its_peak():

@@ -14,16 +14,16 @@ from megatron.grpo.arguments import Machine, parse_arguments
 from megatron.grpo.prompts import Prompt
 from megatron.grpo.samplers import EngineSampler, SamplingFailure
 from megatron.grpo.weight_lineage import WeightLineage, hash_flags, hash_group
+from tests.support.models import one_rank
 
 BASE = "--model-preset tiny-llama --prompt-data data.jsonl --tokenizer-path tok --train-iters 10 --output-dir out"
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """A world of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    """A world of this process, that of its other tests too."""
+    one_rank()
+    return dist.group.WORLD
 
 
 def flags(words: str = "") -> str:
