@@ -110,7 +110,7 @@ def test_ten_switches_in_a_row_with_updates_and_whole_weights(make, inputs):
     assert len(emptied) == 20 and all(line["memory"]["node-0"]["resident_bytes"] == 0 for line in emptied)
     own = [line["memory"]["switcher"]["resident_bytes"] for line in emptied]
     print("the switcher's memory after each switch:", own, flush=True)
-    assert own[-1] <= 1.01 * own[1], own  # between, Python's allocator moves by a few percent in both directions
+    assert max(own[2:]) <= 1.01 * own[2], own
     loop.check_nothing_left()
 
 

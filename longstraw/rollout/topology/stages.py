@@ -5,6 +5,7 @@ Programs are asked before the disk is: one that wrote what it was to write, and 
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
@@ -35,7 +36,7 @@ class Job(Protocol):
         answer."""
 
 
-class Stage:
+class Stage(ABC):
     """One state, entered once."""
 
     state: State
@@ -47,9 +48,9 @@ class Stage:
     def enter(self) -> None:
         """Start what the state runs."""
 
+    @abstractmethod
     def is_over(self) -> bool:
         """Whether the next state may be entered. Raises StageFailed."""
-        raise NotImplementedError
 
     def progress(self) -> Progress:
         """What lies on the disk, read seldom enough for a file system over a network."""
