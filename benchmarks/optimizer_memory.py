@@ -174,11 +174,13 @@ def measure(args: argparse.Namespace, optimizer: str) -> dict:
     counted = live.update.count_bytes()
     matrices = count_on_matrices(live, counted)
     weights = sum(parameter.nbytes for parameter in opened.model.parameters())
+    drawn = live.update.logra.state_bytes()["projections"] if isinstance(live.update, LograUpdate) else 0
     return {
         "weight_bytes": weights, "matrix_parameters": shapes.numel - shapes.rest, "rest_parameters": shapes.rest,
         "live_bytes": standing, "counted": counted, "unaccounted_bytes": standing - sum(counted.values()),
         "matrices_bytes": matrices, "rest_bytes": sum(counted.values()) - matrices, "leaked_in_a_step": leaked,
         "phase_peak_bytes": phases.peaks,
+        "projection_bytes": drawn,  # among the counted gradients: the words of A that are drawn now
     }
 
 

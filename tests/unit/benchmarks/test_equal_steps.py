@@ -1,11 +1,9 @@
 """The systems that benchmarks/run.sh compares take the same step: gradients of TRL, PrefixGrouper and LongStraw against the
 dense gradient of transformers' model, float32, and what each makes of the weights.
 
-TRL and PrefixGrouper are in requirements/benchmarks.txt, which tools/setup_env.sh installs. Where they are missing, these tests
-are skipped and say that the comparison IS NOT CHECKED.
+TRL and PrefixGrouper are in requirements/benchmarks.txt, which tools/setup_env.sh installs; without them these tests fail.
 """
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -13,13 +11,7 @@ import pytest
 
 from tests.support.ranks import run_forked
 
-MISSING = [name for name in ("trl", "prefix_grouper") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.ranks(seconds=30),
-    pytest.mark.skipif(
-        bool(MISSING), reason=f"the equality of the compared systems IS NOT CHECKED: {MISSING} not installed (tools/setup_env.sh)"
-    ),
-]
+pytestmark = pytest.mark.ranks(seconds=30)
 PRESETS = ("tiny-llama", "tiny-qwen3")
 
 
