@@ -27,6 +27,9 @@ from longstraw.memory_meter import StorageMeter
 
 _KILOBYTE = 1024
 
+NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "bad_alloc")
+"""What torch and C++ say where an allocation fails."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
@@ -136,7 +139,7 @@ def _perform_in_child(work: Work, sender, log: str) -> None:
         sender.send(perform(work))
     except (RuntimeError, MemoryError) as failure:
         traceback.print_exc()
-        if not (isinstance(failure, MemoryError) or "memory" in str(failure) or "bad_alloc" in str(failure)):
+        if not (isinstance(failure, MemoryError) or any(words in str(failure) for words in NO_MEMORY)):
             raise
         sender.send({"error": "out of memory"})
 

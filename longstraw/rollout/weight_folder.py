@@ -111,7 +111,7 @@ def read_version(root: str | Path, version: int) -> FolderManifest | None:
     written again."""
     try:
         manifest = read_manifest(version_folder(root, version))
-    except (ValueError, OSError):
+    except (ValueError, FileNotFoundError):
         return None
     return manifest if manifest.version == version else None
 
