@@ -215,14 +215,21 @@ class ReplayEngine:
 
         Returns its state, and the log-probabilities of its targets [B, S], equal on every rank (None without targets).
         """
-        state, logprobs = self.open_segment(segment, parent, constant=constant), []
+        state = self.open_segment(segment, parent, constant=constant)
         with self.phase("capture" if segment.captures_only else "score"):
-            for block in range(len(state.plan)):
-                hidden = self.run_forward(segment, state, block)
-                if segment.targets is not None:
-                    own = self._logprobs(segment, state, block, hidden)
-                    logprobs.append(gather_tokens(own, state.plan[block]))
+            logprobs = self._run_blocks(segment, state, len(state.plan))
         return state, torch.cat(logprobs, 1) if logprobs else None
+
+    @torch.no_grad()
+    def _run_blocks(self, segment: Segment, state: SegmentState, blocks: int) -> list[torch.Tensor]:
+        """The forward sweep over the first `blocks` blocks; the log-probabilities of each, where there are targets."""
+        logprobs = []
+        for block in range(blocks):
+            hidden = self.run_forward(segment, state, block)
+            if segment.targets is not None:
+                own = self._logprobs(segment, state, block, hidden)
+                logprobs.append(gather_tokens(own, state.plan[block]))
+        return logprobs
 
     def capture_boundaries(self, segment: Segment, parent: SegmentState | None, *, constant: bool) -> SegmentState:
         """The state that the reverse sweep needs: every block's start and, where children follow, the segment's end."""
@@ -247,13 +254,10 @@ class ReplayEngine:
         Gradients land in the parameters; the adjoint of its start goes to its parent's state. The state is used up.
         The loss is this rank's share.
         """
-        total = 0.0
         with self.phase("prompt_reverse" if segment.captures_only else "responses"):
             if len(state.plan) > 1:
                 self.prepare_adjoints(state)
-            for block in reversed(range(len(state.plan))):
-                total += self._reverse_block(segment, state, block)
-        return total
+            return self._reverse_blocks(segment, state, len(state.plan), 0.0)
 
     def score_and_replay(
         self, segment: Segment, parent: SegmentState | None, make_loss: Callable[[torch.Tensor], BlockLoss]
@@ -267,11 +271,9 @@ class ReplayEngine:
         if segment.children:
             raise ValueError(f"segment {segment.name} has children: run its forward and reverse sweep around theirs")
         with self.phase("responses"):
-            state, logprobs = self.open_segment(segment, parent), []
+            state = self.open_segment(segment, parent)
             last = len(state.plan) - 1
-            for block in range(last):
-                own = self._logprobs(segment, state, block, self.run_forward(segment, state, block)).detach()
-                logprobs.append(gather_tokens(own, state.plan[block]))
+            logprobs = self._run_blocks(segment, state, last)
             if last:
                 self.prepare_adjoints(state)
             hidden, runs = self._run_block(segment, state, last, replay=True)
@@ -280,8 +282,12 @@ class ReplayEngine:
             segment.loss = make_loss(torch.cat(logprobs, 1))
             total = self._differentiate_block(segment, state, last, runs, own)
             del hidden, runs, own
-            for block in reversed(range(last)):
-                total += self._reverse_block(segment, state, block)
+            return self._reverse_blocks(segment, state, last, total)
+
+    def _reverse_blocks(self, segment: Segment, state: SegmentState, blocks: int, total: float) -> float:
+        """The reverse sweep over the first `blocks` blocks; returns `total` plus their losses."""
+        for block in reversed(range(blocks)):
+            total += self._reverse_block(segment, state, block)
         return total
 
     def _reverse_block(self, segment: Segment, state: SegmentState, block: int) -> float:

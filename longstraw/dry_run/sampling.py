@@ -98,8 +98,11 @@ class SampledEngine(ReplayEngine):
                 logprobs = self._run_blocks(segment, state, len(state.plan))
             return state, torch.cat(logprobs, 1) if logprobs else None
 
+    @torch.no_grad()
     def _run_blocks(self, segment: Segment, state: SegmentState, blocks: int) -> list[torch.Tensor]:
-        """The forward sweep over the first `blocks` blocks; the log-probabilities of each."""
+        """See ReplayEngine; blocks that were not chosen are left what one like them has left."""
+        if self.every_block:
+            return super()._run_blocks(segment, state, blocks)
         chosen, left, logprobs = self.choose_blocks(state, blocks), {}, []
         followed = self._followed(state, blocks, chosen)
         for block in range(blocks):
@@ -158,14 +161,13 @@ class SampledEngine(ReplayEngine):
     def reverse_sweep(self, segment: Segment, state: SegmentState) -> float:
         """See ReplayEngine."""
         with self.watch.phase("prompt_reverse" if segment.captures_only else "responses"):
-            if self.every_block:
-                return super().reverse_sweep(segment, state)
-            if len(state.plan) > 1:
-                self.prepare_adjoints(state)
-            return self._reverse_blocks(segment, state, len(state.plan))
+            return super().reverse_sweep(segment, state)
 
-    def _reverse_blocks(self, segment: Segment, state: SegmentState, blocks: int) -> float:
-        chosen, total = self.choose_blocks(state, blocks), 0.0
+    def _reverse_blocks(self, segment: Segment, state: SegmentState, blocks: int, total: float) -> float:
+        """See ReplayEngine; blocks that were not chosen are only forgotten."""
+        if self.every_block:
+            return super()._reverse_blocks(segment, state, blocks, total)
+        chosen = self.choose_blocks(state, blocks)
         for block in reversed(range(blocks)):
             if block not in chosen:
                 for adapter in self.adapters:
@@ -186,22 +188,7 @@ class SampledEngine(ReplayEngine):
                 if again:
                     make_loss(torch.zeros(segment.inputs.shape, device=segment.inputs.device))
                     return 0.0
-                return self._score_and_replay(segment, parent, make_loss)
-
-    def _score_and_replay(self, segment, parent, make_loss) -> float:
-        state = self.open_segment(segment, parent)
-        last = len(state.plan) - 1
-        with torch.no_grad():
-            logprobs = self._run_blocks(segment, state, last)
-        if last:
-            self.prepare_adjoints(state)
-        hidden, runs = self._run_block(segment, state, last, replay=True)
-        own = self._logprobs(segment, state, last, hidden)
-        logprobs.append(gather_tokens(own, state.plan[last]))
-        segment.loss = make_loss(torch.cat(logprobs, 1))
-        total = self._differentiate_block(segment, state, last, runs, own)
-        del hidden, runs, own
-        return total + self._reverse_blocks(segment, state, last)
+                return super().score_and_replay(segment, parent, make_loss)
 
     @contextmanager
     def _once_of_many(self, kind: str, segment: Segment, parent: SegmentState | None) -> Iterator[bool]:
