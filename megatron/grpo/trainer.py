@@ -64,8 +64,8 @@ class Trainer:
     """Runs steps on this rank, in step with all others.
 
     rollouts: gives each step's groups, and moves `order` on. sampler: for evaluations. save: called as save(step) to write a
-    checkpoint. describe_step: called as describe_step(step, metrics, trainer) once a step is on record. baseline: what rewards are compared with under running_mean. lineage: of the weights, where they or their rollouts
-    are shared.
+    checkpoint. describe_step: called as describe_step(step, metrics, trainer) once a step is on record. baseline: what rewards
+    are compared with under running_mean. lineage: of the weights, where they or their rollouts are shared.
     """
 
     def __init__(
