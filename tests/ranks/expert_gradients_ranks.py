@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from longstraw.adapters.registry import find_adapters, find_routers

@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from megatron.grpo.checkpoint_folders import checkpoint_folder, read_tracker

@@ -10,7 +10,6 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 

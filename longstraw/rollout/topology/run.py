@@ -8,7 +8,6 @@
     RUN_DIR/switch/logs/              one file a program, step and host
 """
 
-import ctypes
 import secrets
 import signal
 import socket

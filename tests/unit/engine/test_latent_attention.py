@@ -21,7 +21,6 @@ from longstraw.attention.selection import Selection
 from longstraw.prompt_state.latents import LatentView
 from longstraw.sweeps import ReplayEngine, SweepConfig
 from megatron.grpo.model_provider import build_conventional_model, build_model
-from megatron.grpo.presets import get_preset
 from tests.support.dense import compare_gradients, constant_prompt, dense_gradients, take_gradients
 from tests.support.latent_models import small_latent, small_preset
 from tests.support.models import (

@@ -16,7 +16,7 @@ from longstraw.rollout.vllm_server.service import Service
 from longstraw.rollout.vllm_server.weights import HeldWeights, read_start
 from longstraw.rollout.weight_export import open_folder
 from longstraw.rollout.weight_folder import (
-    DELTA_FILE, MAP_FILE, FolderManifest, TensorEntry, hash_file, read_manifest, tensor_files, version_folder, write_manifest,
+    DELTA_FILE, MAP_FILE, FolderManifest, TensorEntry, hash_file, read_manifest, version_folder, write_manifest,
 )
 from longstraw.rollout.weight_map import write_map
 
