@@ -23,7 +23,7 @@ from megatron.grpo.arguments import parse_arguments
 from megatron.grpo.initialize import shut_down
 from megatron.grpo.rewards import RewardFailure
 from megatron.grpo.trainer import Trainer
-from tests.support.ranks import fork_ranks
+from tests.support.ranks import fork_ranks, join_world, leave_world
 
 HYBRID = "--model-preset tiny-qwen3.6 --num-layers 2 --linear-attention-freq 2"
 STEPS = 3
@@ -36,7 +36,7 @@ class Runner:
     def __init__(self, rank: int, ranks: int, folder: Path, model: str = HYBRID):
         self.rank, self.ranks, self.folder, self.model, self.count = rank, ranks, folder, model, 0
         self.evaluated = f"--eval-data {folder}/data/eval.jsonl --eval-samples 3"
-        dist.destroy_process_group()
+        leave_world()
 
     def run(self, name: str, flags: str = "", *, prepare=None) -> list[dict]:
         """`run` with the given flags -> the metrics it left; `prepare(trainer)` may tamper before the first step."""
@@ -72,8 +72,7 @@ class Runner:
 
     def _join(self) -> None:
         self.count += 1
-        store = f"file://{self.folder}/world{self.count}"
-        dist.init_process_group("gloo", init_method=store, rank=self.rank, world_size=self.ranks)
+        join_world(str(self.count), self.rank, self.ranks)
 
     def end(self) -> None:
         """Back to a world, as `fork_ranks` expects."""

@@ -12,7 +12,10 @@ from pathlib import Path
 
 from tests.support.fork_server import REPOSITORY, end_with_parent, run_script
 
-__all__ = ["REPOSITORY", "fork_ranks", "open_results", "run_forked", "run_on_ranks"]
+__all__ = ["REPOSITORY", "fork_ranks", "join_world", "leave_world", "open_results", "run_forked", "run_on_ranks"]
+
+_worlds = ""
+"""In a rank: the path that its worlds' rendezvous files begin with, of this launch alone."""
 
 
 def run_on_ranks(script: Path, ranks: int, scratch: Path, arguments: list[str] = (), *, seconds: float = 580) -> str:
@@ -68,15 +71,30 @@ def fork_ranks(main: Callable[[int, int, list[str]], None]) -> None:
 
 
 def _enter(rank, main, ranks, rendezvous, arguments):
+    global _worlds
     import torch
-    import torch.distributed as dist
 
     from longstraw.patches.gloo_device import share_gloo_device
 
     end_with_parent()
     torch.set_num_threads(1)
     share_gloo_device()
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    _worlds = rendezvous
+    join_world("first", rank, ranks)
     main(rank, ranks, arguments)
+    leave_world()
+
+
+def join_world(name: str, rank: int, ranks: int) -> None:
+    """Enter the gloo world of all ranks of this launch. A name is used once: a world may leave its rendezvous file behind."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{_worlds}-{name}", rank=rank, world_size=ranks)
+
+
+def leave_world() -> None:
+    """Leave it once all have entered it: a rank that leaves earlier fails those that still connect to it."""
+    import torch.distributed as dist
+
     dist.barrier()
     dist.destroy_process_group()

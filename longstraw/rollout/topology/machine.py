@@ -132,8 +132,13 @@ class Machine:
 
 
 def measure_own_memory() -> dict[str, int]:
-    """This process's memory now and at its most, in bytes."""
+    """This process's memory now and at its most, in bytes.
+
+    Resident pages are anonymous ones, which only this process can give back, and those of files (its programs), which the
+    kernel drops and reads again as it likes.
+    """
     with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[1])
+        pages, of_files = map(int, file.read().split()[1:3])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return {"resident_bytes": pages * resource.getpagesize(), "peak_bytes": peak}
+    page_bytes = resource.getpagesize()
+    return {"resident_bytes": pages * page_bytes, "anonymous_bytes": (pages - of_files) * page_bytes, "peak_bytes": peak}
