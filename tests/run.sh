@@ -5,7 +5,7 @@
 #   ./tests/run.sh tests/unit/optim        some of it; every argument is pytest's
 #   ./tests/run.sh -k launch -x
 #
-# LONGSTRAW_TEST_SECONDS bounds the whole run (default 3000), LONGSTRAW_TEST_WORKERS the first part's processes.
+# LONGSTRAW_TEST_SECONDS bounds the whole run (default 4200), LONGSTRAW_TEST_WORKERS the first part's processes.
 set -uo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 "$root/tools/setup_env.sh" || exit 1
@@ -13,7 +13,7 @@ python=${LONGSTRAW_VENV:-$root/.venv}/bin/python
 export OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)  # nproc obeys OpenMP's variables
 workers=${LONGSTRAW_TEST_WORKERS:-$((cores < 4 ? cores + 1 : 5))}  # one more than cores: some tests wait for processes
-budget=${LONGSTRAW_TEST_SECONDS:-3000}
+budget=${LONGSTRAW_TEST_SECONDS:-4200}
 scratch=$(mktemp -d)
 setup=
 trap '[ -z "$setup" ] || kill "$setup" 2>/dev/null; rm -rf -- "$scratch"' EXIT
@@ -40,7 +40,7 @@ case " $* " in
     *) vllm=yes ;;
 esac
 if [ "$vllm" = yes ]; then
-    nice -n 10 timeout --kill-after=15 "${LONGSTRAW_VLLM_SETUP_SECONDS:-1200}" "$root/tools/setup_vllm.sh" --cpu \
+    nice -n 10 timeout --kill-after=15 "${LONGSTRAW_VLLM_SETUP_SECONDS:-1800}" "$root/tools/setup_vllm.sh" --cpu \
         >"$scratch/setup_vllm" 2>&1 &
     setup=$!
 fi
