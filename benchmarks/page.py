@@ -15,7 +15,7 @@ One GRPO step on one prompt and a group of responses, all systems with equal wei
 
 | system | what it is |
 |---|---|
-| exact | LongStraw, the exact gradient; it scores old log-probabilities, which the others skip |
+| exact | LongStraw, the exact gradient |
 | response_only | LongStraw with the prompt state as a constant: **not the same gradient** |
 | conventional, checkpointed | autograd over prompt + response on Megatron's modules, a response at a time; with recomputation of every layer |
 | trl, trl_checkpointed | TRL's `GRPOTrainer` on transformers' model, its rollouts replaced by the given completions through `rollout_func` and so free; without and with recomputation (its default) |

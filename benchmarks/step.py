@@ -6,7 +6,7 @@
     response_only   LongStraw with the prompt state as a constant: not the same gradient
 
 Each runs in a process of its own, one after the other: `--repeat` timed updates, and one more under a meter that counts
-tensor storages. An update is: score old log-probabilities (LongStraw), loss, backward, Adam step; `benchmarks/updates.py`
+tensor storages. An update is: forward, loss, backward, Adam step; `benchmarks/updates.py`
 says what is held equal. `exact` also times its prompt alone: forward, recomputation and backward, without any response.
 
     python benchmarks/step.py --prompt-length 8192 --response-length 128 --group-size 8 --json -

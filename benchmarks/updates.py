@@ -3,8 +3,9 @@
 Both update the same model (Megatron's modules, equal weights from the seed) on the same tokens, with the same objective
 (`longstraw.objectives`: token-level clipped loss), the same vocabulary projection and log-probabilities, the same gated
 delta rule and the same torch optimizer. Where a choice had to be made, it favours the conventional side: its attention
-is torch's fused kernel, its head runs on response tokens only, and it skips the scoring of old log-probabilities (its old
-ones are its new ones, detached: right for the first update of a batch). LongStraw does score them.
+is torch's fused kernel, and its head runs on response tokens only. Old log-probabilities are the new ones, detached, which is
+right for the first update of a batch: LongStraw takes them from the replay too, after a forward of a response's earlier blocks
+where it has more than one.
 
 Left out: rollouts and rewards, which cost both sides the same; gradient clipping.
 
