@@ -16,7 +16,10 @@ from longstraw.rollout.protocol import PromptRequest, WeightVersionError
 from longstraw.rollout.sampling import truncate
 from longstraw.rollout.vllm_client import EngineError, VllmEngine
 from longstraw.rollout.vllm_client.engine import read_ready_file
-from longstraw.rollout.weight_folder import DELTA_FILE, MANIFEST, read_manifest, version_folder
+from longstraw.rollout.weight_export import open_folder
+from longstraw.rollout.weight_folder import (
+    DELTA_FILE, MANIFEST, FolderManifest, read_manifest, version_folder, write_manifest,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -133,6 +136,31 @@ def test_an_adapter_is_the_merged_model(engine, versions):
     assert largest_difference(version_folder(versions / "lora", 0), PROMPT, samples, temperature=0.7) > 1e2 * BAR
     engine.sync(version_folder(versions / "lora", 1), 1)  # an adapter follows on any other of the same weights
     assert ask(engine, 1) != samples
+
+
+def test_adapters_around_steps_that_left_the_weights_alone(engine, versions, tmp_path):
+    """Before the first adapter, and between two: each is served, and an unchanged version answers as the one before."""
+    for number, source in ((0, 0), (2, 1), (4, 2)):
+        shutil.copytree(version_folder(versions / "lora", source), version_folder(tmp_path, number))
+        path = version_folder(tmp_path, number) / MANIFEST
+        path.write_text(path.read_text().replace(f'"version": {source}', f'"version": {number}'))
+    for number in (1, 3):
+        open_folder(version_folder(tmp_path, number))
+        lineage = read_manifest(version_folder(tmp_path, number - 1)).lineage
+        unchanged = FolderManifest(kind="unchanged", version=number, base_version=number - 1, lineage=lineage)
+        write_manifest(version_folder(tmp_path, number), unchanged)
+    engine.sync(version_folder(tmp_path, 0), 0)
+    answers = {0: ask(engine)}
+    for number in (1, 2, 3, 4):
+        engine.follow(tmp_path, number)
+        assert engine.weight_version == number
+        answers[number] = ask(engine, number)
+    words = [[sample.token_ids for sample in answers[number]] for number in range(5)]
+    assert words[0] == words[1] != words[2] == words[3] != words[4]
+    assert largest_difference(version_folder(versions / "merged", 2), PROMPT, answers[4], temperature=0.7) <= BAR
+    engine.sync(version_folder(tmp_path, 0), 0)
+    engine.follow(tmp_path, 4)  # at once, as an engine does that starts anew
+    assert ask(engine, 4) == answers[4]
 
 
 def test_only_the_weights_that_are_asked_for_answer(engine, versions, tmp_path):
