@@ -141,8 +141,7 @@ def test_the_loop_as_a_slurm_job_is_stopped_in_training_queued_again_and_finishe
         cluster.ask("scancel", "--signal=TERM", job)  # as --signal does ahead of the time limit
         cluster.wait_until(lambda: log.exists() and "queued again" in log.read_text(), "the requeue", 300)
         kept = loop.rollouts()
-        cluster.wait_until(lambda: cluster.state(job) == "PENDING", "the job in the queue")
-        cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+        cluster.start_again(job)
         cluster.wait_until(lambda: cluster.state(job) in ("COMPLETED", "FAILED"), "the end of the job", 3000)
         assert cluster.state(job) == "COMPLETED", log.read_text()
         assert kept.items() <= loop.rollouts().items() and loop.steps_recorded() == [1, 2]

@@ -53,19 +53,11 @@ def test_a_job_is_signalled_ahead_of_its_limit_requeued_and_finishes(slurm, tmp_
     kept = watched.rollouts()
     assert list(kept) == ["rollouts-1"]
     watched.release("generating", 2)
-    slurm.wait_until(lambda: slurm.state(job) in ("PENDING", "REQUEUED"), "the job in the queue")
-    slurm.wait_until(lambda: start_now(slurm, job), "the job's second start", 30)  # Slurm itself would wait two minutes
+    slurm.start_again(job)  # Slurm itself would wait two minutes
     slurm.wait_until(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), "the end of the job", 90)
     assert slurm.state(job) == "COMPLETED", log.read_text()
     assert "start 2" in log.read_text() and kept.items() <= watched.rollouts().items()
     watched.check_outcome(STEPS)
-
-
-def start_now(slurm: Slurm, job: str) -> bool:
-    """Whether a requeued job, asked to start at once, has."""
-    if slurm.state(job) == "PENDING":
-        slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
-    return slurm.state(job) in ("RUNNING", "COMPLETED")
 
 
 def test_outside_a_job_it_says_so():
