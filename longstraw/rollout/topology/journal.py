@@ -24,7 +24,7 @@ class Journal:
     def __init__(self, path: Path):
         """Raises ValueError where a whole line is no JSON object: the file is no journal."""
         self.path = path
-        self.lines = read_journal(path)
+        read_journal(path)
         created = not path.exists()
         self._file = open(path, "ab")
         whole = _count_whole_bytes(path)
@@ -39,7 +39,10 @@ class Journal:
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        self.lines.append(line)
+
+    def read(self) -> list[dict[str, Any]]:
+        """All lines, from the disk: a run of many steps has many, and nobody needs them while it goes."""
+        return read_journal(self.path)
 
     def close(self) -> None:
         """Close the file."""

@@ -47,7 +47,7 @@ class Machine:
         """
         self._clear("what an earlier switcher left")
         progress, failures = self.job.read_progress(), 0
-        loss = explain_loss(self.journal.lines, progress)
+        loss = explain_loss(self.journal.read(), progress)
         if loss:
             raise ValueError(f"{loss}: bring it back, or remove {self.journal.path} to go on from what there is")
         place = choose_state(progress, self.job.last_step)

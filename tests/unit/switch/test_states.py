@@ -1,6 +1,7 @@
 """Which state a disk asks for, what follows, and what a journal must not tell."""
 
 import json
+import tracemalloc
 
 import pytest
 
@@ -62,10 +63,24 @@ def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path):
     with open(path, "a") as file:
         file.write('{"event": "enter", "sta')
     again = Journal(path)
-    assert [line["event"] for line in again.lines] == ["start"]
+    assert [line["event"] for line in again.read()] == ["start"]
     again.write("end", status=0)
     again.close()
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["start", "end"]
+
+
+def test_a_journal_is_on_the_disk_and_not_in_memory(tmp_path):
+    """A loop of many steps keeps nothing of those that are over."""
+    journal, processes = Journal(tmp_path / "journal.jsonl"), {"node-0": {"trainer": [1, 2]}}
+    journal.write("start", hosts=1)
+    tracemalloc.start()
+    for step in range(300):
+        journal.write("done", state="training", step=step, processes=dict(processes))
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grown < 20_000, grown
+    assert len(journal.read()) == 301
+    journal.close()
 
 
 @pytest.mark.parametrize("text", ["[]\n", "what\n", '{"event": 3}\n'])
