@@ -192,7 +192,7 @@ class LocalNode:
         for process in ours:
             self._shared |= {path for path in list_shared_memory(process) - self._shared if self._is_ours(path)}
         # A file that was just made may not be mapped yet: its name counts as new for a while.
-        self._known = frozenset(name for name in listed if not _is_younger(SHARED_MEMORY / name, NEW_SECONDS))
+        self._known = frozenset(name for name in listed if not _is_younger(f"{SHARED_MEMORY}/{name}", NEW_SECONDS))
 
     def _is_ours(self, path: str) -> bool:
         """Whether a file in /dev/shm that our processes hold is one that they made: it lies at the top, as what
@@ -292,9 +292,9 @@ def _number_files() -> dict[str, int]:
         return {entry.name: entry.inode() for entry in entries}
 
 
-def _is_younger(path: Path, seconds: float) -> bool:
+def _is_younger(path: str, seconds: float) -> bool:
     try:
-        return path.stat().st_ctime > time.time() - seconds
+        return os.stat(path).st_ctime > time.time() - seconds
     except FileNotFoundError:
         return False
 

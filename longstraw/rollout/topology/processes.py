@@ -43,7 +43,7 @@ class Process:
 def read_process(pid: int) -> Process | None:
     """The process of an id; None where there is none, or only the entry of an ended one that nobody has asked about."""
     try:
-        head, _, tail = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")
+        head, _, tail = _read(pid, "stat").decode(errors="replace").rpartition(")")
     except _GONE:
         return None
     # The name stands in parentheses and may hold anything; the fields after it are numbered from the state, the third.
@@ -80,7 +80,7 @@ def read_boot_id() -> str:
 def carries_mark(process: Process, mark: str) -> bool:
     """Whether the process was started with this mark in its environment."""
     try:
-        environment = Path("/proc", str(process.pid), "environ").read_bytes()
+        environment = _read(process.pid, "environ")
     except (*_GONE, OSError):
         return False
     return f"{MARK}={mark}".encode() in environment.split(b"\0")
@@ -88,14 +88,14 @@ def carries_mark(process: Process, mark: str) -> bool:
 
 def list_shared_memory(process: Process) -> set[str]:
     """Paths below /dev/shm that a process has mapped or open."""
-    folder, prefix, found = Path("/proc", str(process.pid)), f"{SHARED_MEMORY}/", set()
+    folder, prefix, found = f"/proc/{process.pid}/fd", f"{SHARED_MEMORY}/", set()
     try:
-        for line in (folder / "maps").read_text(errors="replace").splitlines():
+        for line in _read(process.pid, "maps").decode(errors="replace").splitlines():
             if prefix in line:
                 found.add(prefix + line.partition(prefix)[2])
-        for descriptor in os.listdir(folder / "fd"):
+        for descriptor in os.listdir(folder):
             try:
-                target = os.readlink(folder / "fd" / descriptor)
+                target = os.readlink(f"{folder}/{descriptor}")
             except _GONE:
                 continue
             if target.startswith(prefix):
@@ -103,6 +103,13 @@ def list_shared_memory(process: Process) -> set[str]:
     except _GONE:
         pass
     return {path for path in found if not path.endswith(" (deleted)")}
+
+
+def _read(pid: int, name: str) -> bytes:
+    """A file of a process's folder. Not by pathlib, which keeps each part of a path for good (CPython 3.12: interned strings are
+    immortal): a switcher looks at every process of its machine for days."""
+    with open(f"/proc/{pid}/{name}", "rb") as file:
+        return file.read()
 
 
 def kill_processes(processes: Iterable[Process]) -> None:

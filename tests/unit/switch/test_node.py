@@ -4,6 +4,7 @@ do."""
 import os
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from longstraw.rollout.topology.hosts import LocalHost, StopAsked
 from longstraw.rollout.topology.journal import Journal
 from longstraw.rollout.topology.machine import Machine
 from longstraw.rollout.topology.node import LocalNode, Order
+from longstraw.rollout.topology.processes import Process, carries_mark, list_shared_memory, read_process
 from longstraw.rollout.topology.states import State
 
 HOLD = """
@@ -93,6 +95,23 @@ def test_all_is_killed_where_the_record_cannot_be_written(node, tmp_path):
     assert clear_host(node, 30) == [] and running.poll() is not None and not node.shared.exists()
     with pytest.raises(OSError):
         node.obey(Order(do="start", role="trainer", step=2))
+
+
+@pytest.mark.parametrize("number, look", enumerate([
+    read_process,
+    lambda pid: list_shared_memory(Process(pid=pid, started=1, name="", parent=1, session=1, resident_bytes=0)),
+    lambda pid: carries_mark(Process(pid=pid, started=1, name="", parent=1, session=1, resident_bytes=0), "mark"),
+]))
+def test_looking_at_processes_keeps_nothing_of_them(number, look):
+    """A switcher sees hundreds of thousands go by."""
+    beyond = int(Path("/proc/sys/kernel/pid_max").read_text()) + 1 + 10_000 * number
+    look(beyond)
+    tracemalloc.start()
+    for pid in range(beyond, beyond + 2000):
+        assert not look(pid)
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grown < 10_000, grown
 
 
 def test_two_signals_in_one_tick_do_not_wait(node, tmp_path):
