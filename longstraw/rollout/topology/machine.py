@@ -68,6 +68,7 @@ class Machine:
     def _pass_through(self, state: State, step: int) -> StageFailed | None:
         """Enter a state and wait for its end; returns why it failed, None where it did not."""
         stage, started, processes = STAGES[state](self.crew, self.job, step), time.monotonic(), {}
+        deadline = self.deadlines.of(state)
         self.journal.write("enter", state=state.value, step=step)
         self.say(f"step {step}: {state.value}")
         try:
@@ -75,10 +76,10 @@ class Machine:
             while not stage.is_over():
                 self._tick(state, step)
                 processes |= self.crew.describe_processes()
-                if time.monotonic() - started > self.deadlines.of(state):
+                if time.monotonic() - started > deadline:
                     held = self.crew.describe_held()
                     raise StageFailed(
-                        f"it took longer than the {self.deadlines.of(state):g} s of --{state.value.replace('_', '-')}-seconds"
+                        f"it took longer than the {deadline:g} s of --{state.value.replace('_', '-')}-seconds"
                         + (f" ({held})" if held else "")
                     )
             problem, processes = None, processes or self.crew.describe_processes()
