@@ -89,10 +89,11 @@ def carries_mark(process: Process, mark: str) -> bool:
 def list_shared_memory(process: Process) -> set[str]:
     """Paths below /dev/shm that a process has mapped or open."""
     folder, prefix, found = f"/proc/{process.pid}/fd", f"{SHARED_MEMORY}/", set()
+    marked = os.fsencode(prefix)
     try:
-        for line in _read(process.pid, "maps").decode(errors="replace").splitlines():
-            if prefix in line:
-                found.add(prefix + line.partition(prefix)[2])
+        with open(f"/proc/{process.pid}/maps", "rb") as maps:  # thousands of lines, of which a few are wanted
+            paths = [line.partition(marked)[2] for line in maps if marked in line]
+        found |= {prefix + os.fsdecode(path.removesuffix(b"\n")) for path in paths}
         for descriptor in os.listdir(folder):
             try:
                 target = os.readlink(f"{folder}/{descriptor}")
