@@ -37,9 +37,11 @@ METHOD = """## How it is measured
 - Settings of the alternatives that differ from their defaults are those that a CPU needs, or that favour them: a micro-batch of
   one sequence, no reference model, no clipping; TRL's head workspace cut to the small vocabulary; PrefixGrouper's head on response
   tokens alone and its attention by torch's fused kernel. On a CPU TRL's head scores every position.
-- What limits: exact and PrefixGrouper do the same attention arithmetic, and PrefixGrouper without recomputation does less of the
-  rest. In a small model at a long prompt attention's kernels are most of both (at 4,096 tokens, by torch's profiler, 66 % of
-  exact's processor time and 73 % of PrefixGrouper's), so exact can't be much faster there; it takes less memory.
+- What limits: exact and PrefixGrouper do the same attention arithmetic (the forward keeps its outputs for the backward), and exact
+  takes each prompt token once more through the other layers, since it keeps none of their activations. PrefixGrouper copies
+  the prompt's keys and values to each response and masks them, which exact does not. 1.5 times PrefixGrouper without
+  recomputation is not to be had where attention's kernels are most of both (at 4,096 tokens, by torch's
+  profiler, 66 % of exact's processor time and 73 % of PrefixGrouper's): what is left of exact's time beside them would have to go.
 - The longest prompt is searched with a limit on private memory (RLIMIT_DATA) set when the measured step begins.
 """
 
