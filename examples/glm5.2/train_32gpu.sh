@@ -11,7 +11,8 @@
 # dense and shared layers, which every rank has: 15.6; embedding and output: 1.9): 80 GB in bf16. Full-parameter training
 # with Adam needs 160 GB of float32 gradients beside them, more than any one GPU has, so the projection matrices move by
 # LoGRA: by shape 58 GB a rank of sketches, row moments and masters at rank 256 (benchmarks/optimizer_memory.py), of which the
-# masters lie on the host. Everything else is frozen.
+# masters lie on the host. Everything else is frozen. In a dry run at 2,097,152 positions the largest rank holds 102.2 GB, so GPUs
+# of 96 GB do not have room for this (docs/dry_run.md).
 #
 #   WEIGHTS, TOKENIZER, DATA, OUTPUT     converted weights, Hugging Face folder, prompts, where the run lies (below)
 set -euo pipefail
