@@ -97,11 +97,11 @@ def test_all_is_killed_where_the_record_cannot_be_written(node, tmp_path):
         node.obey(Order(do="start", role="trainer", step=2))
 
 
-@pytest.mark.parametrize("number, look", enumerate([
+@pytest.mark.parametrize("number, look", list(enumerate([
     read_process,
     lambda pid: list_shared_memory(Process(pid=pid, started=1, name="", parent=1, session=1, resident_bytes=0)),
     lambda pid: carries_mark(Process(pid=pid, started=1, name="", parent=1, session=1, resident_bytes=0), "mark"),
-]))
+])))
 def test_looking_at_processes_keeps_nothing_of_them(number, look):
     """A switcher sees hundreds of thousands go by."""
     beyond = int(Path("/proc/sys/kernel/pid_max").read_text()) + 1 + 10_000 * number
