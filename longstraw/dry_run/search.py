@@ -2,8 +2,8 @@
 
 A way is what is set beside the flags that were given: flag -> value. Axes are tried one after another, each around the best of
 those before it, once: what two axes would give only together is not found. A change is taken where it is worth `WORTH` of the
-peak. The longest prompt follows from peaks that grow evenly with it: each length tried is where the line through the last two
-meets the limit.
+peak. The longest prompt follows from peaks that grow with it, device and host apart: each length tried is where the line through
+the nearest two meets a limit, or the middle where lines do not help.
 
 Left out: how a way is measured (`megatron.grpo.dry_run.fit`).
 """
@@ -16,10 +16,6 @@ Way = Mapping[str, str | bool]
 
 WORTH = 0.005
 """The part of a peak that a change has to save."""
-
-LENGTHS = 8
-"""Prompts tried at most on the way to the longest of one way."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -136,25 +132,41 @@ def find_longest(
 def find_length(
     measure: Callable[[int], Tried], first: Tried, *, longest: int, limits: Limits, unit: int
 ) -> Tried:
-    """The longest prompt that fits, where `first` is one of them or not; the shortest, one unit, where none fits."""
-    known = [first]
-    for _ in range(LENGTHS):
-        length = _next_length(known, longest=longest, limits=limits, unit=unit)
-        if length is None:
-            break
-        known.append(measure(length))
-        known.sort(key=lambda tried: tried.prompt)
+    """The longest prompt that fits, where `first` is one of them or not; the shortest, one unit, where none fits.
+
+    A try that leaves more than half of the lengths between what fits and what does not is followed by one in their middle:
+    peaks whose growth changes on the way (another phase becomes the largest) end as surely as even ones.
+    """
+    known, halve = [first], False
+    while (length := _next_length(known, longest=longest, limits=limits, unit=unit, halve=halve)) is not None:
+        before = _bracket(known, limits)
+        known = sorted([*known, measure(length)], key=lambda tried: tried.prompt)
+        after = _bracket(known, limits)
+        halve = before is not None and after > before / 2
     fitting = [tried for tried in known if tried.load(limits) <= 1]
     return fitting[-1] if fitting else known[0]
 
 
-def _next_length(known: Sequence[Tried], *, longest: int, limits: Limits, unit: int) -> int | None:
+def _bracket(known: Sequence[Tried], limits: Limits) -> int | None:
+    """Tokens between the longest that fits and the shortest that does not; None before there are both."""
+    fitting, beyond = _part(known, limits)
+    return beyond[0].prompt - fitting[-1].prompt if fitting and beyond else None
+
+
+def _part(known: Sequence[Tried], limits: Limits) -> tuple[list[Tried], list[Tried]]:
+    """Those that fit and those that do not, by length; where a longer one fits and a shorter one does not, the first that does
+    not ends what fits."""
+    beyond = [tried for tried in known if tried.load(limits) > 1]
+    fitting = [tried for tried in known if tried.load(limits) <= 1 and not (beyond and tried.prompt > beyond[0].prompt)]
+    return fitting, beyond
+
+
+def _next_length(known: Sequence[Tried], *, longest: int, limits: Limits, unit: int, halve: bool) -> int | None:
     """Where to look next: longer than what fits and shorter than what does not; None where nothing is left to find.
 
-    known: by length.
+    known: by length. halve: in the middle of what is left.
     """
-    fitting = [tried for tried in known if tried.load(limits) <= 1]
-    beyond = [tried for tried in known if tried.load(limits) > 1]
+    fitting, beyond = _part(known, limits)
     if not fitting:
         return unit if known[0].prompt > unit else None
     if fitting[-1].load(limits) >= 1 - WORTH:
@@ -163,12 +175,23 @@ def _next_length(known: Sequence[Tried], *, longest: int, limits: Limits, unit: 
     most = (beyond[0].prompt - 1) // unit * unit if beyond else longest
     if least > most:
         return longest if not beyond and fitting[-1].prompt < longest else None
-    first, second = (fitting[-1], beyond[0]) if beyond else (fitting[-2:] if len(fitting) > 1 else (None, fitting[-1]))
-    if first is None:
-        length = 2 * second.prompt if second.load(limits) else longest
-    else:
-        slope = (second.load(limits) - first.load(limits)) / (second.prompt - first.prompt)
-        length = first.prompt + (1 - first.load(limits)) / slope if slope > 0 else longest
+    if beyond and (halve or beyond[0].refusal):
+        length = (fitting[-1].prompt + beyond[0].prompt) // 2 // unit * unit
+    elif beyond or len(fitting) > 1:
+        first, second = (fitting[-1], beyond[0]) if beyond else fitting[-2:]
+        length = _meet_limits(first, second, limits, longest)
         # a little short of the line, so that what is found fits
         length = int(min(length, longest) * (1 - WORTH / 4)) // unit * unit if length < longest else longest
+    else:
+        length = 2 * fitting[-1].prompt if fitting[-1].load(limits) else longest
     return min(max(length, least), most)
+
+
+def _meet_limits(first: Tried, second: Tried, limits: Limits, longest: int) -> float:
+    """The length at which the line through two tries first meets a limit, each part of memory by its own line; at most `longest`."""
+    lengths = [float(longest)]
+    for held, other, limit in ((first.device, second.device, limits.device), (first.host, second.host, limits.host)):
+        slope = (other - held) / (second.prompt - first.prompt)
+        if limit and slope > 0:
+            lengths.append(first.prompt + (limit - held) / slope)
+    return min(lengths)

@@ -84,6 +84,41 @@ def test_what_does_not_fit_comes_back_at_its_shortest():
     assert best.prompt == 64 and best.load(limits) > 1
 
 
+KINKED = {
+    "device full of weights, host growing": (lambda n: 80e9 + 100 * n, lambda n: 1e9 + 60e3 * n),
+    "device nearly at its limit": (lambda n: 90e9 + 10 * n, lambda n: 1e9 + 100e3 * n),
+    "another phase becomes the largest": (lambda n: max(50e9 + 100 * n, 20e9 + 400e3 * n), lambda n: 0.0),
+    "quadratic": (lambda n: 10e9 + 1e-2 * n * n, lambda n: 0.0),
+    "a root": (lambda n: 30e6 * n**0.5, lambda n: 0.0),
+    "a step": (lambda n: 10e9 if n < 1_234_567 else 200e9, lambda n: 0.0),
+}
+
+
+@pytest.mark.parametrize("start", [4096, 131_072, 2_088_960, 8_388_608])
+@pytest.mark.parametrize("kind", KINKED)
+def test_the_longest_prompt_where_growth_changes(kind, start):
+    """The length found is the longest of all, or holds all but `WORTH` of a limit."""
+    limits, (device, host), measured = Limits(device=92 * 10**9, host=192 * 10**9), KINKED[kind], []
+
+    def measure(pairs):
+        measured.extend(pairs)
+        return [Tried(way=way, prompt=n, device=int(device(n)), host=int(host(n))) for way, n in pairs]
+
+    best = find_longest(measure, [], start=start, longest=2**24, limits=limits, unit=1024)
+    (longer,) = measure([({}, best.prompt + 1024)])
+    assert best.load(limits) <= 1
+    assert best.load(limits) >= 1 - WORTH or longer.load(limits) > 1 or best.prompt == 2**24
+    assert len(measured) <= 32
+
+
+def test_a_refused_length_is_no_longer_than_any_that_fits():
+    def measure(pairs):
+        return [Tried(way=w, prompt=n, device=n, refusal="too long" if n > 50_000 else "") for w, n in pairs]
+
+    best = find_longest(measure, [], start=1024, longest=10**6, limits=Limits(device=10**6), unit=64)
+    assert best.prompt == 50_000 // 64 * 64
+
+
 @pytest.mark.parametrize("text, size", [("96GB", 96 * 10**9), ("80GiB", 80 * 2**30), ("1.5 tb", 15 * 10**11), ("1000", 1000)])
 def test_sizes(text, size):
     assert read_size(text) == size
