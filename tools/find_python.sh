@@ -1,7 +1,8 @@
-# shellcheck shell=bash disable=SC2154  # program and the other three are set by those that source it
-# Finds an interpreter that can make an environment; for tools/setup_env.sh and tools/setup_vllm.sh, which source it.
+# shellcheck shell=bash disable=SC2154  # program and the others are set by those that source it
+# Finds an interpreter, and says which folders an environment may be made in; for tools/setup_env.sh and tools/setup_vllm.sh, which source it.
 #
 #   program=setup_env python_version=3.12 named_python=$LONGSTRAW_PYTHON named_by=LONGSTRAW_PYTHON
+#   root=... venv=... stamp=... kept_by=LONGSTRAW_VENV          for environments, beside those
 #   . tools/find_python.sh
 #   python=$(find_python)
 #
@@ -69,6 +70,38 @@ $(cat "$scratch/rejected")"
     fail "no usable Python $python_version was found on PATH, under pyenv or through uv. Install one, or name one by
 $named_by=/path/to/python$python_version. Looked at:
 $(cat "$scratch/rejected")"
+}
+
+# The checkout that an environment was made for, or nothing where no such script made it. The stamp is there once it is whole.
+owner_of_environment() {
+    local stamped
+    if [ -f "$venv/longstraw-owner" ]; then
+        cat -- "$venv/longstraw-owner"
+    elif [ -f "$stamp" ]; then
+        stamped=$(cut -d ' ' -f 2- "$stamp")
+        printf '%s\n' "${stamped% "$venv"}"
+    fi
+}
+
+# Ends unless the folder $venv may be changed and removed: it is not there, or empty, or in this checkout, or made by such a
+# script, and where an environment serves its own checkout only ("alone"), not for another one that is still there.
+claim_folder() {
+    local owner
+    { [ -e "$venv" ] || [ -L "$venv" ]; } || return 0
+    case $venv in "$root"/?*) return 0 ;; esac
+    [ -d "$venv" ] && [ -z "$(ls -A -- "$venv")" ] && return 0
+    owner=$(owner_of_environment)
+    [ -n "$owner" ] || fail "$venv is there already and was not made by this script, so nothing in it is touched: let $kept_by name a
+folder that is not there yet."
+    [ "${1:-}" != alone ] || [ "$owner" = "$root" ] || [ ! -d "$owner" ] \
+        || fail "$venv is the environment of $owner, so nothing in it is touched: let $kept_by name another folder for $root."
+}
+
+# Makes an empty environment at $venv with the interpreter $1.
+start_environment() {
+    rm -rf -- "$venv"
+    "$1" -I -m venv "$venv"
+    printf '%s\n' "$root" >"$venv/longstraw-owner"
 }
 
 # Waits until no other set-up of the environment $1 runs, and keeps others waiting until this process ends.

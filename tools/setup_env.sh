@@ -18,7 +18,7 @@ case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
 stamp=$venv/longstraw-stamp
 requirements=$root/requirements
 
-program=setup_env python_version=3.12 named_python=${LONGSTRAW_PYTHON:-} named_by=LONGSTRAW_PYTHON
+program=setup_env python_version=3.12 named_python=${LONGSTRAW_PYTHON:-} named_by=LONGSTRAW_PYTHON kept_by=LONGSTRAW_VENV
 # shellcheck source=tools/find_python.sh
 . "$root/tools/find_python.sh"
 
@@ -74,8 +74,7 @@ make_environment() {
     else
         python=$(find_python)
         say "making $venv with $python"
-        rm -rf -- "$venv"
-        "$python" -I -m venv "$venv"
+        start_environment "$python"
     fi
     rm -f -- "$stamp"
     type -P cc >/dev/null || type -P gcc >/dev/null || type -P clang >/dev/null \
@@ -105,6 +104,7 @@ if is_up_to_date; then
 fi
 make_scratch
 lock_environment "$venv"
+claim_folder alone
 if ! is_up_to_date; then
     make_environment
 fi

@@ -19,7 +19,7 @@ venv=${LONGSTRAW_VLLM_VENV:-$root/.venv-vllm}
 case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
 stamp=$venv/longstraw-stamp
 requirements=$root/requirements
-program=setup_vllm python_version=3.11 named_python=${LONGSTRAW_VLLM_PYTHON:-} named_by=LONGSTRAW_VLLM_PYTHON
+program=setup_vllm python_version=3.11 named_python=${LONGSTRAW_VLLM_PYTHON:-} named_by=LONGSTRAW_VLLM_PYTHON kept_by=LONGSTRAW_VLLM_VENV
 # shellcheck source=tools/find_python.sh
 . "$root/tools/find_python.sh"
 
@@ -75,8 +75,7 @@ make_environment() {
     else
         python=$(find_python)
         say "making $venv with $python"
-        rm -rf -- "$venv"
-        "$python" -I -m venv "$venv"
+        start_environment "$python"
     fi
     rm -f -- "$stamp"
     [ "$kind" = cpu ] && constraints=(-c "$requirements/vllm-constraints.txt")
@@ -108,6 +107,7 @@ if is_up_to_date; then
 fi
 make_scratch
 lock_environment "$venv"
+claim_folder
 if ! is_up_to_date; then
     make_environment
 fi

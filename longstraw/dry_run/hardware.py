@@ -6,7 +6,7 @@ stated here and in every report, to be replaced by measurements where there are 
 
 from dataclasses import dataclass
 
-TERA, GIGA = 1e12, 1e9
+TERA, GIGA, MIB = 1e12, 1e9, 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class Hardware:
     """One GPU, its share of its host, and its links; rates a second and in one direction."""
 
     name: str
-    memory: float
-    """Bytes of device memory."""
+    memory: int
+    """Bytes of device memory, as the driver shows them (nvidia-smi): a GPU sold with 96 GB has 102.6 GB of 10^9."""
     flops_16: float
     """Operations with 16-bit operands."""
     flops_32: float
@@ -60,19 +60,19 @@ HARDWARE = {
     hardware.name: hardware
     for hardware in (
         Hardware(
-            name="H20", memory=96 * GIGA, flops_16=148 * TERA, flops_32=44 * TERA, memory_bandwidth=4.0 * TERA,
+            name="H20", memory=97_871 * MIB, flops_16=148 * TERA, flops_32=44 * TERA, memory_bandwidth=4.0 * TERA,
             link_bandwidth=450 * GIGA,
         ),
         Hardware(
-            name="H100", memory=80 * GIGA, flops_16=989 * TERA, flops_32=67 * TERA, memory_bandwidth=3.35 * TERA,
+            name="H100", memory=81_559 * MIB, flops_16=989 * TERA, flops_32=67 * TERA, memory_bandwidth=3.35 * TERA,
             link_bandwidth=450 * GIGA,
         ),
         Hardware(
-            name="H200", memory=141 * GIGA, flops_16=989 * TERA, flops_32=67 * TERA, memory_bandwidth=4.8 * TERA,
+            name="H200", memory=143_771 * MIB, flops_16=989 * TERA, flops_32=67 * TERA, memory_bandwidth=4.8 * TERA,
             link_bandwidth=450 * GIGA,
         ),
         Hardware(
-            name="B200", memory=180 * GIGA, flops_16=2250 * TERA, flops_32=75 * TERA, memory_bandwidth=8.0 * TERA,
+            name="B200", memory=183_359 * MIB, flops_16=2250 * TERA, flops_32=75 * TERA, memory_bandwidth=8.0 * TERA,
             link_bandwidth=900 * GIGA,
         ),
     )

@@ -108,9 +108,10 @@ class SampledEngine(ReplayEngine):
         for block in range(blocks):
             shape = shape_of(state, block)
             if block not in chosen:
-                self.stand_in(left[shape], state, block)
-                if segment.targets is not None:
-                    logprobs.append(logprobs[-1].clone())
+                with self.watch.standing_for(0.0):
+                    self.stand_in(left[shape], state, block)
+                    if segment.targets is not None:
+                        logprobs.append(logprobs[-1].clone())
                 continue
             left.pop(shape, None)
             with self.watch.standing_for(chosen[block]):
@@ -170,8 +171,8 @@ class SampledEngine(ReplayEngine):
         chosen = self.choose_blocks(state, blocks)
         for block in reversed(range(blocks)):
             if block not in chosen:
-                for adapter in self.adapters:
-                    adapter.forget(state, block)
+                with self.watch.standing_for(0.0):
+                    self.forget_block(state, block)
                 continue
             with self.watch.standing_for(chosen[block]):
                 total += self._reverse_block(segment, state, block)

@@ -17,6 +17,10 @@ Way = Mapping[str, str | bool]
 WORTH = 0.005
 """The part of a peak that a change has to save."""
 
+NEAR = 0.01
+"""The part of a prompt by which the longest may be missed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """Bytes that a rank may hold; None for as many as it takes."""
@@ -70,11 +74,11 @@ def alternatives(best: Way, axis: Iterable[Way]) -> list[Way]:
 
 
 def find_smallest(measure: Measure, axes: Sequence[Sequence[Way]], prompt: int, limits: Limits) -> Tried:
-    """The way whose device peak is smallest among those whose host peak is within its limit, if any is.
+    """The way whose device peak is smallest among those within the limits, if any is; else the host's limit comes first.
 
     Raises ValueError where every way is refused.
     """
-    return _search(measure, axes, prompt, lambda tried: (_excess(tried, limits), tried.device))
+    return _search(measure, axes, prompt, lambda tried: (tried.load(limits) > 1, _excess(tried, limits), tried.device))
 
 
 def _excess(tried: Tried, limits: Limits) -> float:
@@ -169,7 +173,7 @@ def _next_length(known: Sequence[Tried], *, longest: int, limits: Limits, unit: 
     fitting, beyond = _part(known, limits)
     if not fitting:
         return unit if known[0].prompt > unit else None
-    if fitting[-1].load(limits) >= 1 - WORTH:
+    if _is_long_enough(fitting, beyond, limits, longest):
         return None
     least = (fitting[-1].prompt // unit + 1) * unit
     most = (beyond[0].prompt - 1) // unit * unit if beyond else longest
@@ -185,6 +189,15 @@ def _next_length(known: Sequence[Tried], *, longest: int, limits: Limits, unit: 
     else:
         length = 2 * fitting[-1].prompt if fitting[-1].load(limits) else longest
     return min(max(length, least), most)
+
+
+def _is_long_enough(fitting: Sequence[Tried], beyond: Sequence[Tried], limits: Limits, longest: int) -> bool:
+    """Whether no more than a part `NEAR` can be left to find: by what does not fit, or by the line through the longest two that do,
+    which lies below peaks that grow ever faster."""
+    best, nearest = fitting[-1], NEAR * fitting[-1].prompt
+    if beyond and beyond[0].prompt - best.prompt <= nearest:
+        return True
+    return len(fitting) > 1 and _meet_limits(fitting[-2], best, limits, longest) - best.prompt <= nearest < longest - best.prompt
 
 
 def _meet_limits(first: Tried, second: Tried, limits: Limits, longest: int) -> float:

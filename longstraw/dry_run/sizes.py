@@ -1,9 +1,9 @@
-"""Bytes with their units, as people write them: 96GB (10^9), 80GiB (2^30), 1.5TB, or a plain number of bytes."""
+"""Bytes with their units, as people write them: 96GB (10^9), 80GiB (2^30), 1.5TB, 1000B."""
 
 import re
 
 UNITS = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }
 """By name in capitals."""
 

@@ -32,7 +32,7 @@ class Run:
 
 
 def open_receipts(path: str | Path) -> Run:
-    """A receipt file, or a run's folder (its receipt.json, or its last step's where it has not ended).
+    """A receipt file, or a run's folder: its receipt.json, or its last step's where it has none of that step or a later one.
 
     Raises ValueError, in one sentence, where there is none or it is not one.
     """
@@ -40,35 +40,34 @@ def open_receipts(path: str | Path) -> Run:
     file = path / "receipt.json" if path.is_dir() else path
     folder = file.parent / STEP_FOLDER if file.name == "receipt.json" else None
     steps = () if folder is None else tuple(_read(step) for step in sorted(folder.glob("step-*.json")))
-    if file.is_file():
-        receipt = _read(file)
-    elif steps:
+    receipt = _read(file) if file.is_file() else None
+    if steps and (receipt is None or path.is_dir() and receipt.results.last_step < steps[-1].results.last_step):
         receipt = steps[-1]
-    else:
-        raise ValueError(f"{path} has no receipt")
+    if receipt is None:
+        raise ValueError(f"{path} has no receipt" if path.is_dir() else f"there is no file {path}")
     return Run(name=path.name or str(path.resolve().name), receipt=receipt, steps=steps or (receipt,))
 
 
 def _read(file: Path) -> Receipt:
     try:
         return read_receipt(file)
-    except ValueError as error:
+    except (ValueError, RecursionError, OverflowError) as error:
         raise ValueError(f"{file} is not a receipt of this format: {error}") from error
 
 
 def find_differences(receipts: Sequence[Receipt]) -> list[str]:
     """What makes the receipts different computations, gravest first: a sentence each, with every receipt's value.
 
-    Semantics, staleness, measured or foreseen; then model and starting weights, tokens, objective and update.
+    Semantics, staleness, measured or foreseen; then model and starting weights, tokens, seed, objective, update, sampling.
     """
     found = []
     for title, read in _MEANINGS:
         values = [read(receipt) for receipt in receipts]
         if any(value != values[0] for value in values):
             found.append(f"{title} differ: {' | '.join(map(str, values))}")
-    for part in ("objective", "update"):
+    for part in ("objective", "update", "rollout"):
         records = [getattr(receipt, part) for receipt in receipts]
-        for name in sorted(set().union(*records)):
+        for name in sorted(set().union(*records) - _MEASURED):
             values = [record.get(name, "not given") for record in records]
             if any(value != values[0] for value in values):
                 found.append(f"{part}.{name} differs: {' | '.join(map(str, values))}")
@@ -79,6 +78,9 @@ def differ_in_meaning(receipts: Sequence[Receipt]) -> bool:
     """Whether their gradients mean different things, some were only foreseen, or their memory counts other things."""
     return any(read(receipt) != read(receipts[0]) for _, read in _MEANINGS[:4] for receipt in receipts)
 
+
+_MEASURED = {"log_ratio_mean", "log_ratio_max", "kl", "store"}
+"""Entries of `Receipt.rollout` that are no settings."""
 
 _COUNTED = {
     "allocator": "CUDA's allocator", "process": "the process's resident memory, libraries included", "tensors": "tensors alone",
@@ -94,6 +96,7 @@ _MEANINGS: tuple[tuple[str, Callable[[Receipt], object]], ...] = (
     ("starting weights", lambda r: r.model.initial_weights),
     ("numbers of tokens", lambda r: f"{r.tokens.prompts} prompts of {r.tokens.prompt_tokens:,} tokens, "
                                     f"{r.tokens.responses} responses of {r.tokens.response_tokens:,}"),
+    ("seeds", lambda r: r.seed),
 )
 
 

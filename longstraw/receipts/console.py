@@ -135,6 +135,8 @@ def summarize_run(records: Sequence[Mapping], seconds: Mapping[str, float]) -> l
     rows.append(("peak memory", f"{format_bytes(max(record['peak_bytes'] for record in records))} on rank 0"))
     rows.append(("time a step", format_seconds(sum(record["seconds"] for record in records) / len(records))))
     total = sum(seconds.values())
+    if seconds:
+        rows.append(("all steps", format_seconds(total)))
     for name, spent in sorted(seconds.items(), key=lambda item: -item[1]):
         rows.append((f"  {name}", f"{format_seconds(spent)} ({100 * spent / total:.0f} %)" if total else format_seconds(spent)))
     return rows

@@ -88,7 +88,7 @@ class Topology:
     backend: str
     """Of torch.distributed: gloo or nccl."""
     device: str
-    """Name of the device of rank 0."""
+    """Name of the device of rank 0; of a dry run, the GPU whose seconds are estimated."""
 
     def __post_init__(self) -> None:
         product = self.tensor_model_parallel_size * self.context_parallel_size * self.data_parallel_size
@@ -288,13 +288,14 @@ class Receipt:
     model: Model
     """What was trained."""
     objective: dict[str, Scalar]
-    """Every setting of the objective, by name."""
+    """Every setting of the objective, by name, and of what takes part in it."""
     update: dict[str, Scalar] = field(default_factory=dict)
-    """How the weights moved: `optimizer`, and under logra every setting of it, among them `kl_probe_scope`, whether a
-    predicted KL moved the prompt's state with the weights (full) or held it (response)."""
+    """How the weights moved: `optimizer`; rates, schedules, decay, clipping and precisions wherever anything reads them; LoRA's rank
+    and factor; and under logra every setting of it, among them `kl_probe_scope`, whether a predicted KL moved the prompt's state
+    with the weights (full) or held it (response)."""
     rollout: dict[str, Scalar] = field(default_factory=dict)
     """Where rollouts came from (`source`: resident, vllm or store; `sampled_by`: who had sampled; `store`: the folder that was
-    written or read), every setting of the mismatch, and how far the sampler was from the trainer at equal weights, over the
+    written or read), every setting of sampling, rewards and the mismatch, and how far the sampler was from the trainer at equal weights, over the
     run's steps: `log_ratio_mean` (trainer minus rollout, nats a token), `log_ratio_max` (a token's largest distance), `kl`."""
     tokens: Tokens
     """How many tokens, and of what kind."""

@@ -11,7 +11,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from longstraw.receipts.receipt import (
 )
 from longstraw.receipts.recorder import RunRecorder
 from megatron.grpo.group_names import name_groups
+from megatron.grpo.receipt_settings import describe_objective, describe_update
 from megatron.grpo.rollout_record import describe_rollouts
 from megatron.grpo.run_config import TrainConfig
 from megatron.grpo.sharding import is_expert, partition_dim
@@ -141,7 +142,8 @@ class RunRecord:
         """The receipt, on rank 0. Collective."""
         shares: list[RankShare] = [None] * dist.get_world_size()
         dist.all_gather_object(shares, RankShare(
-            counts=covered.counts, state=covered.state, peak_bytes=covered.peak_bytes, phases=covered.track.peaks,
+            counts=covered.counts, state=covered.state, phases=covered.track.peaks,
+            peak_bytes=max(covered.peak_bytes, *covered.track.peaks.values()),  # the kernel's own peak may lag behind
             categories=count_resident_bytes(trainer, covered.state), host_categories=count_host_bytes(trainer, covered.state),
             rollout_lag=covered.rollout_lag,
         ))
@@ -161,7 +163,7 @@ class RunRecord:
                 dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."), initial_weights=covered.weights[0],
                 final_weights=covered.weights[1],
             ),
-            objective=asdict(config.objective), update=describe_update(args, config),
+            objective=describe_objective(args, config), update=describe_update(args, config),
             rollout=describe_rollouts(config, trainer.rollouts, records, covered.first), tokens=Tokens(**totals),
             state=tuple(item for share in shares for item in share.state),
             memory=tuple(
@@ -209,11 +211,6 @@ def check_metrics(metrics: dict) -> tuple[Check, ...]:
         refused = float(metrics["step_refused"])
         checks.append(Check(name="predicted KL is finite", passed=not refused, value=refused, bound=0.0))
     return tuple(checks)
-
-
-def describe_update(args: Namespace, config: TrainConfig) -> dict:
-    """How the weights move."""
-    return {"optimizer": args.optimizer} | (asdict(config.logra) if args.optimizer == "logra" else {})
 
 
 def describe_topology(args: Namespace, groups) -> Topology:
@@ -301,7 +298,9 @@ def _evaluations(records: Sequence[dict]) -> list[float]:
 
 
 def _forget_steps_after(folder: Path, done: int) -> None:
-    """Remove the receipts of steps that this run takes anew."""
+    """Remove the receipts of steps that this run takes anew, and what an earlier run here has left at its end."""
+    for name in ("receipt.json", "run.png"):
+        (folder / name).unlink(missing_ok=True)
     for path in (folder / STEP_FOLDER).glob("step-*.json"):
         if int(path.stem.removeprefix("step-")) > done:
             path.unlink()

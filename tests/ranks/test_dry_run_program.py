@@ -87,3 +87,21 @@ def test_a_training_script_with_dry_run_at_its_end(tmp_path):
     found = json.loads(report.read_text())
     assert found["ranks"] == 8 and found["topology"]["data"] == 4 and not (tmp_path / "run").exists()
     assert found["peak_bytes"]["host"] > 0, "the script's residency"
+
+
+def test_blocks_that_are_left_out_count_as_if_they_had_run(tmp_path):
+    """Peaks, operations, traffic, copies and exchanges of a run that leaves out blocks against one that runs all."""
+    flags = "--prompt-chunk-size 64 --response-block-size 8 --page-residency host --adjoint-residency host".split()
+    flags = ["--model-preset", "tiny-llama", *SMALL, "--response-length", "24", *flags, "--attention-output-residency", "host"]
+    (sampled, every) = (run_program(tmp_path, *flags, *more)[1] for more in ([], ["--every-block"]))
+    assert sampled["peak_bytes"] == pytest.approx(every["peak_bytes"], rel=1e-3)
+    for phase, whole in every["work"].items():
+        if phase in ("outside", "build", "replay"):  # where no block runs
+            continue
+        found = sampled["work"][phase]
+        for name, number in {**whole, **whole["operations"]}.items():
+            if name != "operations":
+                assert {**found, **found["operations"]}[name] == pytest.approx(number, rel=0.05), f"{phase} {name}"
+    for group, operations in every["collectives"].items():
+        for operation, numbers in operations.items():
+            assert sampled["collectives"][group][operation] == pytest.approx(numbers, rel=0.01), f"{group} {operation}"

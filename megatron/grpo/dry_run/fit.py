@@ -12,7 +12,7 @@ from longstraw.dry_run.search import FitSettings, Tried, Way, find_longest, find
 from megatron.grpo.arguments import ArgumentErrors
 from megatron.grpo.dry_run.apart import run_apart
 from megatron.grpo.dry_run.flags import DryRun, parse_dry_run
-from megatron.grpo.dry_run.one_step import report_step
+from megatron.grpo.dry_run.one_step import judge, report_step
 from megatron.grpo.dry_run.run import RunSettings
 from megatron.grpo.run_config import TrainConfig
 
@@ -126,12 +126,14 @@ def find_fit(dry: DryRun, fit: FitSettings, report_progress: Callable[[str], Non
 
 def _try(dry: DryRun, way: Way, prompt: int) -> Tried:
     try:
-        one = parse_dry_run([*with_way(dry.argv, way), *_own_flags(dry.settings), "--prompt-length", str(prompt)])
+        argv = with_way(dry.argv, {**way, "--prompt-length-limit": str(prompt)})  # what a run needs to take the prompt
+        one = parse_dry_run([*argv, *_own_flags(dry.settings), "--prompt-length", str(prompt)])
     except ArgumentErrors as errors:
         return Tried(way=way, prompt=prompt, refusal="; ".join(errors.sentences))
     except ValueError as error:
         return Tried(way=way, prompt=prompt, refusal=str(error))
     report = report_step(one)
+    report |= judge(report["peak_bytes"], dry.limits)
     peak = report["peak_bytes"]
     seconds = report["seconds"][dry.hardware]["estimate"] if "seconds" in report else 0.0
     return Tried(way=way, prompt=prompt, device=peak["device"], host=peak["host"], seconds=seconds, report=report)

@@ -6,6 +6,7 @@ from argparse import Namespace
 import torch.distributed as dist
 
 from longstraw.dry_run.report import describe_collectives, describe_memory, describe_times, describe_work
+from longstraw.dry_run.search import Limits
 from longstraw.dry_run.watch import Watch
 from longstraw.receipts.collect import now_utc
 from longstraw.receipts.receipt import write_receipt
@@ -28,11 +29,18 @@ def report_step(dry: DryRun) -> dict:
         if receipt is not None:
             write_receipt(dry.receipt, receipt)
     report = describe(dry, watch) | {"wall_seconds": time.perf_counter() - started}
-    if not dry.measure:
-        return report
-    reports: list = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, report | {"rank": dist.get_rank()})
-    return max(reports, key=lambda one: one["peak_bytes"]["device"])
+    if dry.measure:
+        reports: list = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, report | {"rank": dist.get_rank()})
+        report = max(reports, key=lambda one: one["peak_bytes"]["device"])
+    return report | judge(report["peak_bytes"], dry.limits)
+
+
+def judge(peaks: dict[str, int], limits: Limits) -> dict:
+    """The limits that were given, and whether the peaks are within them: None without any."""
+    given = {"device": limits.device, "host": limits.host}
+    within = [peaks[place] <= limit for place, limit in given.items() if limit]
+    return {"limits": given, "fits": all(within) if within else None}
 
 
 def describe(dry: DryRun, watch: Watch) -> dict:

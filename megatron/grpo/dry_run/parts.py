@@ -168,7 +168,8 @@ class RandomRollouts:
             shape = shape_of(decoding, position)
             if position not in chosen:
                 if position + 1 in chosen:  # the last one runs
-                    engine.stand_in_and_forget(left[shape], decoding, before + 1, position)
+                    with self.watch.standing_for(0.0):
+                        engine.stand_in_and_forget(left[shape], decoding, before + 1, position)
                 continue
             before = position
             with self.watch.standing_for(chosen[position]):

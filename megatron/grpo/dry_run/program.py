@@ -11,7 +11,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from longstraw.dry_run.report import tabulate_memory, tabulate_times
+from longstraw.dry_run.hardware import HARDWARE
+from longstraw.dry_run.report import GB, tabulate_memory, tabulate_times
 from longstraw.durable_files import write_whole
 from longstraw.receipts.console import format_seconds
 from megatron.grpo.arguments import ArgumentErrors
@@ -37,7 +38,22 @@ def show(report: dict, console: Console, machine: str) -> None:
         show_table(console, place, tabulate_memory(report, place))
     if "seconds" in report:
         show_table(console, f"seconds on {machine}", tabulate_times(report, machine))
+    if "seconds" in report or report["fits"] is not None:
+        console.print(describe_room(report, machine))
     console.print(f"{'measured' if report['measured'] else 'dry run'} in {format_seconds(report['wall_seconds'])}")
+
+
+def describe_room(report: dict, machine: str) -> str:
+    """Whether the step fits into the limits that were given; without limits, what it leaves of a GPU."""
+    peaks, limits = report["peak_bytes"], report["limits"]
+    if not any(limits.values()):
+        memory = HARDWARE[machine].memory
+        return (
+            f"{machine}: the driver shows {memory / GB:.1f} GB, of which this leaves {(memory - peaks['device']) / GB:.1f} for what a "
+            "dry run cannot see (docs/dry_run.md)"
+        )
+    parts = [f"{peaks[place] / GB:.6g} of {limit / GB:.6g} GB on the {place}" for place, limit in limits.items() if limit]
+    return f"{'fits' if report['fits'] else 'DOES NOT FIT'}: {', '.join(parts)}"
 
 
 def show_table(console: Console, title: str, rows: list[list[str]]) -> None:
@@ -51,8 +67,8 @@ def show_table(console: Console, title: str, rows: list[list[str]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None, description: str = "") -> int:
-    """The command line program; returns the exit code: 0, 1 where --fit finds nothing that fits, or 2 for flags that
-    cannot be run."""
+    """The command line program; returns the exit code: 0, 1 where the step or all that --fit tries does not fit the given limits,
+    or 2 for flags that cannot be run."""
     quiet_logs()
     argv = list(sys.argv[1:] if argv is None else argv)
     if int(os.environ.get("RANK", 0)) and "--measure" not in argv:
@@ -75,7 +91,7 @@ def main(argv: Sequence[str] | None = None, description: str = "") -> int:
             write_report(report, dry.json)
     if dry.measure:
         dist.destroy_process_group()
-    return 0
+    return 1 if report["fits"] is False else 0
 
 
 def search(dry: DryRun) -> int:
@@ -102,5 +118,7 @@ def write_report(report: dict, path: str) -> None:
     text = json.dumps(report, indent=1) + "\n"
     if path == "-":
         print(text, end="", flush=True)
+    elif Path(path).exists() and not Path(path).is_file():
+        Path(path).write_text(text)  # a device or a pipe
     else:
         write_whole(Path(path), text)

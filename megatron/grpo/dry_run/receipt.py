@@ -6,7 +6,7 @@ or checks. Memory counts tensors alone, in the dry run and where it is measured 
 
 import sys
 from argparse import Namespace
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -18,8 +18,9 @@ from longstraw.receipts.collect import collect_versions, now_utc, summarize_stat
 from longstraw.receipts.receipt import (
     CollectiveUse, MemoryMoment, Model, RankMemory, Receipt, ResidentState, Results, Tokens, Topology,
 )
+from megatron.grpo.receipt_settings import describe_objective, describe_sampling, describe_update
 from megatron.grpo.run_config import TrainConfig
-from megatron.grpo.run_record import PHASE_TOKENS, check_metrics, count_parameters, describe_topology, describe_update
+from megatron.grpo.run_record import PHASE_TOKENS, check_metrics, count_parameters, describe_topology
 from megatron.grpo.trainer import Trainer
 
 NO_WEIGHTS = "not taken"
@@ -64,18 +65,22 @@ def build_receipt(
             return None
     times = {} if hardware is None else estimate_times(watch.counter, HARDWARE[hardware])
     seconds = {name: time.estimate for name, time in times.items() if name != "outside"}
-    replicas = facts.topology.data_parallel_size
+    topology, replicas, prompts = facts.topology, facts.topology.data_parallel_size, config.data.prompts_per_step
     tokens = {name: number * replicas for name, number in facts.tokens.items()}
+    if not measured:  # this replica may have one prompt more than others; all are alike
+        tokens = {name: number * prompts // facts.tokens["prompts"] for name, number in facts.tokens.items()}
+    if hardware is not None:
+        topology = replace(topology, device=hardware)
     phases = [name for name in watch.tracker.phases if name in PHASE_TOKENS]
     return Receipt(
         source="run" if measured else "dry_run", command=("dry_run", *sys.argv[1:]), seed=args.seed, started=started,
-        finished=now_utc(), semantics=config.sweeps.semantics, versions=collect_versions(), topology=facts.topology,
+        finished=now_utc(), semantics=config.sweeps.semantics, versions=collect_versions(), topology=topology,
         model=Model(
             preset=args.model_preset, parameters=facts.parameters, dtype=facts.dtype, initial_weights=NO_WEIGHTS,
             final_weights=NO_WEIGHTS,
         ),
-        objective=asdict(config.objective), update=describe_update(args, config),
-        rollout={"source": "resident" if decodes else "elsewhere"}, tokens=Tokens(**tokens),
+        objective=describe_objective(args, config), update=describe_update(args, config),
+        rollout={"source": "resident" if decodes else "elsewhere"} | describe_sampling(config), tokens=Tokens(**tokens),
         state=tuple(item for _, _, state in shares for item in state),
         memory=tuple(describe_rank(number, held) for number, held, _ in shares), seconds=seconds,
         phase_tokens={name: sum(tokens[kind] for kind in PHASE_TOKENS[name]) for name in phases},

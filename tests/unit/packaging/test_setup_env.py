@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE_PYTHON = getattr(sys, "_base_executable", sys.executable)
-TOOLS = ("bash awk cat cut date dirname flock head mkdir mktemp mv rm sha256sum sleep sort tail touch env").split()
+TOOLS = ("bash awk cat cut date dirname flock head ls mkdir mktemp mv rm sha256sum sleep sort tail touch env").split()
 
 
 def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
@@ -140,6 +140,32 @@ def test_an_environment_whose_python_is_gone_is_made_anew(made):
     status, shown = made.run()
     assert status == 0 and "making" in shown
     assert version_of(made, "tinytest") == "1.0"
+
+
+def test_no_folder_of_others_is_touched(made, tmp_path):
+    """Neither one that no set-up made, nor an environment that serves another checkout, whole or cut short."""
+    own = tmp_path / "documents"
+    own.mkdir()
+    (own / "thesis.tex").write_text("years of work")
+    status, shown = made.run(LONGSTRAW_VENV=str(own))
+    assert status == 1 and "was not made by this script, so nothing in it is touched: let LONGSTRAW_VENV name a" in shown
+    other = Project(tmp_path / "other")
+    for cut_short in (False, True):
+        if cut_short:
+            (made.root / ".venv/longstraw-stamp").unlink()
+        status, shown = other.run(LONGSTRAW_VENV=str(made.root / ".venv"))
+        assert status == 1 and f"is the environment of {made.root}, so nothing in it is touched" in shown
+    assert made.run()[0] == 0 and version_of(made, "tinytest") == "1.0"
+    assert [file.name for file in own.iterdir()] == ["thesis.tex"]
+
+
+def test_an_environment_elsewhere_is_made_in_an_empty_folder_and_kept(made, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert made.run(LONGSTRAW_VENV=str(elsewhere))[0] == 0
+    (elsewhere / "longstraw-stamp").unlink()
+    status, shown = made.run(LONGSTRAW_VENV=str(elsewhere))
+    assert status == 0 and "bringing" in shown
 
 
 def test_an_environment_that_was_moved_is_not_repaired(made):

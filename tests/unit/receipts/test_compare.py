@@ -40,7 +40,10 @@ def test_semantics_come_first_and_then_the_rest():
     (dict(semantics="stale_prefix", staleness=Staleness(prefix_age_steps=2, policy="reuse")), "gradient semantics differ"),
     (dict(tokens=Tokens(prompts=3, responses=24, prompt_tokens=301, response_tokens=48, loss_tokens=47)), "numbers of tokens"),
     (dict(memory=tuple(replace(memory, counted="tensors") for memory in make_receipt().memory)), "countings of memory differ"),
+    (dict(seed=12), "seeds differ: "),
     (dict(update={"optimizer": "logra"}), "update.optimizer differs: not given | logra"),
+    (dict(update={"lr": 1e-5}), "update.lr differs: not given | 1e-05"),
+    (dict(rollout={"rollout_is": "token"}), "rollout.rollout_is differs: not given | token"),
 ])
 def test_every_kind_of_difference_is_named(change, start):
     receipts = [make_receipt(), make_receipt(**change)]
@@ -118,4 +121,27 @@ def test_the_tool_prints_differences_first_and_draws(tmp_path, capsys):
     assert "different" not in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([str(tmp_path / "nowhere")])
-    assert "has no receipt" in capsys.readouterr().err
+    assert f"there is no file {tmp_path / 'nowhere'}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "a"), "--output", str(tmp_path)])
+    assert "must name a file in a folder that exists" in capsys.readouterr().err
+
+
+def test_what_makes_the_table_is_text_and_no_markup(tmp_path, capsys):
+    write_run(tmp_path / "run[bold]x", 1, metrics={"[red]kl": 0.5})
+    assert main([str(tmp_path / "run[bold]x")]) == 0
+    shown = capsys.readouterr().out
+    assert "run[bold]x" in shown and "[red]kl" in shown
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"seed": 1e999}', '{"schema_version"'])
+def test_a_file_that_is_no_receipt_is_named(tmp_path, text):
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(ValueError, match="bad.json is not a receipt of this format"):
+        open_receipts(tmp_path / "bad.json")
+
+
+def test_a_run_goes_on_after_the_receipt_that_an_earlier_one_left(tmp_path):
+    write_receipt(tmp_path / "run" / "receipt.json", make_receipt(results=replace(make_receipt().results, last_step=2)))
+    write_run(tmp_path / "run", 4, semantics="response_only")
+    assert open_receipts(tmp_path / "run").receipt.semantics == "response_only"
