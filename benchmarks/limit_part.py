@@ -49,13 +49,16 @@ def _try(fits, length: int, best: int) -> bool:
 def measure_limits(args: Namespace, store: ResultStore, context, folder: Path) -> None:
     """Search for every system."""
     setup = Setup(model_preset=args.model_preset, chunk_size=args.chunk_size, seed=args.seed)
+    settings = {
+        "--chunk-size": args.chunk_size, "--seed": args.seed, "--limit-from": args.limit_from, "--limit-to": args.limit_to,
+    }
     for system in args.systems:
         key = f"limit/{args.model_preset}.m{args.limit_mib}-g{args.limit_group_size}-r{args.response_length}/{system}"
         command = (
             f"benchmarks/run.sh --parts limit --model-preset {args.model_preset} --systems {system} "
             f"--limit-mib {args.limit_mib} --limit-group-size {args.limit_group_size}"
         )
-        store.measure(key, command, lambda: _search(args, store, context, key, setup, folder, system))
+        store.measure(key, command, lambda: _search(args, store, context, key, setup, folder, system), settings)
 
 
 def _search(args, store, context, key: str, setup: Setup, folder: Path, system: str) -> dict:

@@ -40,8 +40,9 @@ METHOD = """## How it is measured
 - What limits: exact and PrefixGrouper do the same attention arithmetic (the forward keeps its outputs for the backward), and exact
   takes each prompt token once more through the other layers, since it keeps none of their activations. PrefixGrouper copies
   the prompt's keys and values to each response and masks them, which exact does not. 1.5 times PrefixGrouper without
-  recomputation is not to be had where attention's kernels are most of both (at 4,096 tokens, by torch's
-  profiler, 66 % of exact's processor time and 73 % of PrefixGrouper's): what is left of exact's time beside them would have to go.
+  recomputation is hardly to be had where attention's kernels are most of both: at 8,192 tokens 80 % of exact's processor time
+  (6.6 of 8.2 s) and 80 % of PrefixGrouper's (8.9 of 11.1 s) by torch's profiler (`benchmarks/kernel_share.py`), so that half of
+  what is left of exact's time beside them would have to go.
 - The longest prompt is searched with a limit on private memory (RLIMIT_DATA) set when the measured step begins.
 """
 

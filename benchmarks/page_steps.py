@@ -115,7 +115,9 @@ def write_bars(steps: Steps) -> list[str]:
     judged = judge_bars(steps)
     if not judged:
         return [f"Not measured yet: prompt {BAR_SIZES[0]:,}, G {BAR_SIZES[1]}.", ""]
-    lines = ["| exact is to be | by | against | times exact | reached |", "|---|---|---|---|---|"]
+    preset, point = next(place for place in steps if (place[1].prompt_length, place[1].group_size) == BAR_SIZES)
+    lines = [f"At a prompt of {point.prompt_length:,} tokens, G {point.group_size}, on {preset}; other sizes are in the tables below.", ""]
+    lines += ["| exact is to be | by | against | times exact | reached |", "|---|---|---|---|---|"]
     for bar, quantity, setting, _, reached, shown in judged:
         lines.append(f"| {bar} | {QUANTITIES[quantity].lower()} | {setting} | {shown} | {'yes' if reached else '**no**'} |")
     return [*lines, ""]

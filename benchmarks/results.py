@@ -2,8 +2,9 @@
 
     store.measure("step/tiny-llama-p8192-r128-g8/exact.0", command, work)   # work() only where there is no result yet
 
-A result holds its figures, the command that makes it, its date, and the machine and versions that it ran with. Left out:
-what a code change between two runs does to results that are kept; `versions` names the commit of each.
+A result holds its figures, the command and the settings that make it, its date, and the machine and versions that it ran with.
+One that was measured with other settings is not taken for an answer. Left out: what a code change between two runs does to
+results that are kept; `machine` names the commit of each.
 """
 
 import json
@@ -12,7 +13,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -34,24 +35,44 @@ class ResultStore:
     def find(self, key: str) -> dict | None:
         """The figures of a key, if it was measured."""
         path = self.path(key)
-        return json.loads(path.read_text())["figures"] if path.exists() else None
+        return _read(path)["figures"] if path.exists() else None
 
-    def measure(self, key: str, command: str, work: Callable[[], dict]) -> dict:
-        """The figures of a key: those of an earlier run, or those of `work`, kept."""
-        found = self.find(key)
-        if found is None:
+    def measure(self, key: str, command: str, work: Callable[[], dict], settings: Mapping[str, object] | None = None) -> dict:
+        """The figures of a key: those of an earlier run, or those of `work`, kept.
+
+        settings: what the key does not name, flag -> value. Raises SystemExit, in one sentence, for a result of other settings.
+        """
+        found, settings = self.find(key), dict(settings or {})
+        if found is not None:
+            kept = _read(self.path(key)).get("settings", {})
+            other = {flag: kept[flag] for flag in settings if flag in kept and kept[flag] != settings[flag]}
+            if other:
+                had = " ".join(f"{flag} {value}" for flag, value in other.items())
+                raise SystemExit(f"benchmarks: {self.path(key)} was measured with {had}: let --results name another folder, or delete it")
+        else:
             self.path(key).parent.mkdir(parents=True, exist_ok=True)
             started = time.strftime("%Y-%m-%d %H:%M")
             found = work()
-            record = {"key": key, "figures": found, "command": command, "date": started, "machine": describe_machine()}
+            record = {
+                "key": key, "figures": found, "command": command, "settings": settings, "date": started,
+                "machine": describe_machine(),
+            }
             write_whole(self.path(key), json.dumps(record, indent=1) + "\n")
             print(f"{key}: {json.dumps(found)[:300]}", file=sys.stderr, flush=True)
         return found
 
     def read_all(self) -> dict[str, dict]:
         """Every record by key, sorted."""
-        records = (json.loads(path.read_text()) for path in sorted(self.folder.rglob("*.json")))
+        records = (_read(path) for path in sorted(self.folder.rglob("*.json")) if "weights" not in path.parts)
         return {record["key"]: record for record in records if "key" in record}
+
+
+def _read(path: Path) -> dict:
+    """A result's record. Raises SystemExit, in one sentence, where a file is damaged."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise SystemExit(f"benchmarks: {path} is damaged ({error}): delete it and measure again") from error
 
 
 def describe_machine() -> dict[str, str]:

@@ -37,7 +37,7 @@ def measure_script(args: Namespace, store: ResultStore, key: str, script: str, f
     """A script's report, kept."""
     log = store.path(key, ".log")
     command = f"benchmarks/{script} {flags}"
-    store.measure(key, command, lambda: run_script(script, flags.split(), log, args.script_seconds))
+    store.measure(key, command, lambda: run_script(script, flags.split(), log, args.script_seconds), {"flags": flags})
 
 
 def measure_context_parallel(args: Namespace, store: ResultStore) -> None:

@@ -17,6 +17,7 @@ from benchmarks.systems import Setup
 def measure_steps(args: Namespace, store: ResultStore, context, folder: Path) -> None:
     """Measure every point. folder: of the exported weights."""
     setup = Setup(model_preset=args.model_preset, chunk_size=args.chunk_size, seed=args.seed)
+    settings = {"--chunk-size": args.chunk_size, "--seed": args.seed}
     known: dict[str, dict[Point, dict]] = {system: {} for system in args.systems}
     for point in list_points(args):
         estimates = {system: estimate_seconds(system, point, known[system]) for system in args.systems}
@@ -35,7 +36,7 @@ def measure_steps(args: Namespace, store: ResultStore, context, folder: Path) ->
                     f"benchmarks/run.sh --parts step --model-preset {args.model_preset} --systems {system} "
                     f"--prompt-lengths {point.prompt_length} --group-size {point.group_size} --group-sizes"
                 )
-                figures = store.measure(key, command, lambda: _measure(args, store, context, key, work, estimate))
+                figures = store.measure(key, command, lambda: _measure(args, store, context, key, work, estimate), settings)
                 known[system].setdefault(point, figures)
 
 

@@ -8,11 +8,14 @@ the nearest two meets a limit, or the middle where lines do not help.
 Left out: how a way is measured (`megatron.grpo.dry_run.fit`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Way = Mapping[str, str | bool]
 """Flag -> value; True for a flag without one, False for a flag to be taken away."""
+
+Axis = Sequence[Way] | Callable[[Way], Sequence[Way]]
+"""Settings to try; or, given the best way so far, those beside its own: asked again as long as one of them is better."""
 
 WORTH = 0.005
 """The part of a peak that a change has to save."""
@@ -67,13 +70,18 @@ Measure = Callable[[Sequence[tuple[Way, int]]], list[Tried]]
 """Measures some (way, prompt length), in that order."""
 
 
-def alternatives(best: Way, axis: Iterable[Way]) -> list[Way]:
+def alternatives(best: Way, axis: Axis) -> list[Way]:
     """The settings of an axis around the best way so far, but those that it has already."""
-    found = [{**best, **setting} for setting in axis]
+    found = [{**best, **setting} for setting in (axis(best) if callable(axis) else axis)]
     return [way for way in found if way != best]
 
 
-def find_smallest(measure: Measure, axes: Sequence[Sequence[Way]], prompt: int, limits: Limits) -> Tried:
+def rounds(axis: Axis) -> Iterator[None]:
+    """Once for an axis of settings, over and over for one that follows the best: whoever finds nothing better leaves."""
+    return iter(lambda: None, 0) if callable(axis) else iter((None,))
+
+
+def find_smallest(measure: Measure, axes: Sequence[Axis], prompt: int, limits: Limits) -> Tried:
     """The way whose device peak is smallest among those within the limits, if any is; else the host's limit comes first.
 
     Raises ValueError where every way is refused.
@@ -86,14 +94,17 @@ def _excess(tried: Tried, limits: Limits) -> float:
     return max(0.0, tried.load(Limits(host=limits.host)) - 1)
 
 
-def _search(measure: Measure, axes: Sequence[Sequence[Way]], prompt: int, cost: Callable[[Tried], tuple]) -> Tried:
+def _search(measure: Measure, axes: Sequence[Axis], prompt: int, cost: Callable[[Tried], tuple]) -> Tried:
     (best,) = measure([({}, prompt)])
     for axis in axes:
-        ways = alternatives(best.way, axis)
-        found = [tried for tried in measure([(way, prompt) for way in ways]) if not tried.refusal]
-        for tried in sorted(found, key=cost):
-            if best.refusal or _is_worth(cost(tried), cost(best)):
-                best = tried
+        for _ in rounds(axis):
+            before, ways = best, alternatives(best.way, axis)
+            found = [tried for tried in measure([(way, prompt) for way in ways]) if not tried.refusal]
+            for tried in sorted(found, key=cost):
+                if best.refusal or _is_worth(cost(tried), cost(best)):
+                    best = tried
+            if best is before:
+                break
     if best.refusal:
         raise ValueError(best.refusal)
     return best
@@ -108,7 +119,7 @@ def _is_worth(cost: tuple, best: tuple) -> bool:
 
 
 def find_longest(
-    measure: Measure, axes: Sequence[Sequence[Way]], *, start: int, longest: int, limits: Limits, unit: int
+    measure: Measure, axes: Sequence[Axis], *, start: int, longest: int, limits: Limits, unit: int
 ) -> Tried:
     """The way that takes the longest prompt within the limits, at that length, a multiple of `unit` tokens and at most
     `longest`.
@@ -121,15 +132,18 @@ def find_longest(
 
     best = grow(_search(measure, [], start, lambda tried: (tried.load(limits),)))
     for axis in axes:
-        if best.prompt == longest and best.load(limits) <= 1:
-            return best
-        found = measure([(way, best.prompt) for way in alternatives(best.way, axis)])
-        lowest = min(found, key=lambda tried: tried.load(limits), default=best)
-        if lowest.load(limits) < (1 - WORTH) * best.load(limits):
+        for _ in rounds(axis):
+            if best.prompt == longest and best.load(limits) <= 1:
+                return best
+            found = measure([(way, best.prompt) for way in alternatives(best.way, axis)])
+            lowest = min(found, key=lambda tried: tried.load(limits), default=best)
+            if not lowest.load(limits) < (1 - WORTH) * best.load(limits):
+                break
             grown = grow(lowest)
             fits = grown.load(limits) <= 1
-            if fits > (best.load(limits) <= 1) or grown.prompt > best.prompt or not fits:
-                best = grown
+            if not (fits > (best.load(limits) <= 1) or grown.prompt > best.prompt or not fits):
+                break
+            best = grown
     return best
 
 

@@ -13,6 +13,7 @@ import inspect
 import json
 import math
 import re
+import sys
 import types
 import typing
 from pathlib import Path
@@ -20,6 +21,8 @@ from pathlib import Path
 SCHEMA_PATH = Path(__file__).with_name("receipt.schema.json")
 _JSON_TYPES = {"string": str, "boolean": bool, "integer": int, "number": (int, float), "null": type(None),
                "array": list, "object": dict}
+_LARGEST = sys.float_info.max
+"""Of a JSON number: readers in most languages have floats."""
 _KEYWORDS = {"$schema", "$defs", "$ref", "title", "description", "type", "properties", "required", "items", "anyOf",
              "additionalProperties", "enum", "const"}
 
@@ -116,7 +119,7 @@ def _validate(value, schema: dict, root: dict, place: str) -> None:
         fits = isinstance(value, _JSON_TYPES[schema["type"]])
         if isinstance(value, bool) and schema["type"] != "boolean":
             fits = False
-        if isinstance(value, float) and not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value) or isinstance(value, int) and abs(value) > _LARGEST:
             fits = False
         if not fits:
             raise ValueError(f"{where} is {value!r}, not of type {schema['type']}")

@@ -101,7 +101,8 @@ def test_blocks_that_are_left_out_count_as_if_they_had_run(tmp_path):
         found = sampled["work"][phase]
         for name, number in {**whole, **whole["operations"]}.items():
             if name != "operations":
-                assert {**found, **found["operations"]}[name] == pytest.approx(number, rel=0.05), f"{phase} {name}"
+                near = 0.1 if name == "kernels" else 0.05  # a block's kernels depend on this rank's place in it, which goes round
+                assert {**found, **found["operations"]}[name] == pytest.approx(number, rel=near), f"{phase} {name}"
     for group, operations in every["collectives"].items():
         for operation, numbers in operations.items():
             assert sampled["collectives"][group][operation] == pytest.approx(numbers, rel=0.01), f"{group} {operation}"

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from longstraw.dry_run.search import FitSettings, Tried, Way, find_longest, find_smallest
+from longstraw.dry_run.search import Axis, FitSettings, Tried, Way, find_longest, find_smallest
 from megatron.grpo.arguments import ArgumentErrors
 from megatron.grpo.dry_run.apart import run_apart
 from megatron.grpo.dry_run.flags import DryRun, parse_dry_run
@@ -28,7 +28,7 @@ class Fit:
     fits: bool
 
 
-def make_axes(dry: DryRun, over: Sequence[str]) -> list[list[Way]]:
+def make_axes(dry: DryRun, over: Sequence[str]) -> list[Axis]:
     """The settings to try, axis by axis; those that are in force already are not among them."""
     args, sweeps, axes = dry.args, dry.config.sweeps, []
     if "residency" in over:
@@ -36,16 +36,18 @@ def make_axes(dry: DryRun, over: Sequence[str]) -> list[list[Way]]:
     if "topology" in over:
         axes.append(_topologies(args))
     if "chunk" in over:
-        size = sweeps.prompt_chunk_size
-        sizes = [size // 4, size // 2, size * 2]
-        axes.append([
-            {"--prompt-chunk-size": str(tokens)} for tokens in sizes
-            if SMALLEST_CHUNK <= tokens < 2 * dry.settings.lengths.prompt
-        ])
+        axes.append(lambda best: _chunks(best, sweeps.prompt_chunk_size, dry.settings.lengths.prompt))
     if "rank" in over and args.optimizer == "logra" and dry.config.logra.update_direction == "sketch":
         ranks = [dry.config.logra.logra_rank // 4, dry.config.logra.logra_rank // 2]
         axes.append([{"--logra-rank": str(rank)} for rank in ranks if rank >= SMALLEST_RANK])
     return [axis for axis in axes if axis]
+
+
+def _chunks(best: Way, given: int, prompt: int) -> list[Way]:
+    """A quarter, a half and twice the best chunk size so far, but the given one, which is the way without a flag."""
+    size = int(best.get("--prompt-chunk-size", given))
+    sizes = [tokens for tokens in (size // 4, size // 2, size * 2) if SMALLEST_CHUNK <= tokens < 2 * prompt and tokens != given]
+    return [{"--prompt-chunk-size": str(tokens)} for tokens in sizes]
 
 
 def _residencies(args: Namespace, config: TrainConfig) -> list[list[Way]]:
@@ -106,7 +108,7 @@ def find_fit(dry: DryRun, fit: FitSettings, report_progress: Callable[[str], Non
         keys = [(tuple(way.items()), length) for way, length in pairs]
         missing = [(pair, key) for pair, key in zip(pairs, keys) if key not in known]
         if missing:
-            report_progress(f"{len(known)} ways tried, {len(missing)} more")
+            report_progress(f"{len(known)} dry runs done, now {len(missing)} more, {fit.jobs} at a time")
         for (_, key), tried in zip(missing, run_apart(lambda item: _try(dry, *item[0]), missing, jobs=fit.jobs)):
             known[key] = tried
         return [known[key] for key in keys]

@@ -77,6 +77,19 @@ def test_a_result_is_kept_with_its_command_machine_and_date(tmp_path):
     assert {"processor", "memory", "torch", "trl", "prefix-grouper", "commit"} <= set(record["machine"])
 
 
+def test_a_result_of_other_settings_is_no_answer_and_a_damaged_one_is_named(tmp_path):
+    store = ResultStore(tmp_path)
+    for chunk in (32, 32):
+        store.measure("step/a/exact.0", "a command", lambda: {"seconds": 1.0}, {"--chunk-size": chunk, "--seed": 1})
+    with pytest.raises(SystemExit, match="step/a/exact.0.json was measured with --chunk-size 32: let --results name another folder"):
+        store.measure("step/a/exact.0", "a command", lambda: {"seconds": 1.0}, {"--chunk-size": 8, "--seed": 1})
+    file = store.path("step/a/exact.0")
+    file.write_text(file.read_text()[:40])
+    for read in (store.read_all, lambda: store.find("step/a/exact.0")):
+        with pytest.raises(SystemExit, match="step/a/exact.0.json is damaged"):
+            read()
+
+
 @pytest.mark.parametrize("longest", [0, 512, 600, 900, 1023, 1024, 4000, 9999])
 def test_the_search_finds_what_fits_to_a_fifth(longest):
     tried = []

@@ -35,6 +35,17 @@ def test_each_axis_goes_on_from_the_best_of_the_one_before():
     assert all(way["--page-residency"] == "host" for way, _ in costs.measured[-3:])
 
 
+def test_an_axis_that_follows_the_best_goes_on_while_it_gets_better():
+    costs = Costs()
+
+    def halves(best):
+        size = int(best.get("--chunk", "128"))
+        return [{"--chunk": str(size // 2)}] if size > 8 else []
+
+    assert find_smallest(costs, [halves], 10, Limits()).way == {"--chunk": "8"}
+    assert [way.get("--chunk") for way, _ in costs.measured] == [None, "64", "32", "16", "8"]
+
+
 def test_a_host_limit_comes_before_the_smallest_device_peak():
     best = find_smallest(Costs(), [PAGES], 1000, Limits(host=3999))
     assert not best.way and best.host == 0

@@ -52,6 +52,7 @@ def test_the_schema_file_is_up_to_date():
     (lambda r: r["memory"][0]["categories"].update(graph=1.5), r"memory\[0\].categories.graph"),
     (lambda r: r["topology"].update(sequence_parallel=1), "topology.sequence_parallel is 1, not of type boolean"),
     (lambda r: r.update(seed=True), "seed is True, not of type integer"),
+    (lambda r: r["metrics"].update(kl=10**400), "metrics.kl is 1000"),
     (lambda r: r["seconds"].update(replay=float("nan")), "seconds.replay is nan"),
     (lambda r: r["objective"].update(group_size=[8]), "objective.group_size"),
     (lambda r: r["state"][0].update(residency="disk"), r"state\[0\].residency is 'disk'"),
