@@ -7,7 +7,11 @@
 #   benchmarks/run.sh --help                              every flag
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-"$root/tools/setup_env.sh"
+python=${LONGSTRAW_VENV:-$root/.venv}/bin/python
+case " $* " in
+    *" --help "*) [ -x "$python" ] || "$root/tools/setup_env.sh" ;;
+    *) "$root/tools/setup_env.sh" ;;
+esac
 # The part that syncs weights to vLLM has vLLM's environment made; where it cannot be, that part says so in the page.
 case " $* " in
     *" --gpu "* | *" --page-only "* | *" --help "*) ;;
@@ -17,4 +21,4 @@ case " $* " in
 esac
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_COMPILE_DISABLE=1 PYTHONWARNINGS=ignore
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "${LONGSTRAW_VENV:-$root/.venv}/bin/python" "$root/benchmarks/run.py" "$@"
+exec "$python" "$root/benchmarks/run.py" "$@"
