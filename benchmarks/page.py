@@ -16,6 +16,7 @@ One GRPO step on one prompt and a group of responses, all systems with equal wei
 | system | what it is |
 |---|---|
 | exact | LongStraw, the exact gradient |
+| exact_live | the same gradient with the graphs of all the prompt's chunks kept (`--live-chunks`): nothing is computed twice |
 | response_only | LongStraw with the prompt state as a constant: **not the same gradient** |
 | conventional, checkpointed | autograd over prompt + response on Megatron's modules, a response at a time; with recomputation of every layer |
 | trl, trl_checkpointed | TRL's `GRPOTrainer` on transformers' model, its rollouts replaced by the given completions through `rollout_func` and so free; without and with recomputation (its default) |

@@ -6,7 +6,7 @@ Imports nothing that is slow to import: the page is made from these and from res
 from argparse import Namespace
 from dataclasses import dataclass
 
-LONGSTRAW = ("exact", "response_only")
+LONGSTRAW = ("exact", "exact_live", "response_only")
 MEGATRON = (*LONGSTRAW, "conventional", "checkpointed")
 TRL = ("trl", "trl_checkpointed")
 PREFIX_GROUPER = ("prefix_grouper", "prefix_grouper_checkpointed")

@@ -58,6 +58,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--index-page-residency", choices=("device", "host"), default="device", help="as in training")
     add("--selection-residency", choices=("none", "host", "device"), default="host",
         help="where the forward sweep's selections of sparse attention are kept; none selects again")  # fmt: skip
+    add("--live-chunks", type=int, default=0, help="of exact: chunks at the prompt's end whose graphs are kept instead of made again")
     add("--context-parallel-size", type=int, default=1, help="ranks of the two LongStraw runs")
     add("--expert-model-parallel-size", type=int, default=1, help="of these ranks, those that share the experts")
     add("--delta-rule", choices=("torch", "fused"), default="torch",
@@ -79,6 +80,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "prompt_length", "response_length", "group_size", "responses_per_replay", "context_parallel_size",
         "expert_model_parallel_size", "chunk_size", "block_size", "repeat", "threads",
     ))  # fmt: skip
+    if args.live_chunks < 0:
+        parser.error(f"--live-chunks is at least 0, not {args.live_chunks}")
     check_seed(parser, args.seed)
     check_report_path(parser, args.json)
     cp, ep = args.context_parallel_size, args.expert_model_parallel_size
@@ -129,6 +132,7 @@ def build_update(args, run: str):
         page_residency=args.page_residency, adjoint_residency=args.adjoint_residency,
         attention_output_residency=args.attention_output_residency,
         index_page_residency=args.index_page_residency, selection_residency=args.selection_residency,
+        live_chunks=args.live_chunks if run == "exact" else 0,
     )
     engine = ReplayEngine(model, sweep, vocab_size=preset.vocab_size)
     return LongStrawUpdate(engine, args.responses_per_replay), model

@@ -1,6 +1,7 @@
 """The systems that are compared, each as GRPO steps on given batches.
 
     exact                        LongStraw with the exact gradient
+    exact_live                   the same with the graphs of all the prompt's chunks kept (--live-chunks): no recomputation
     response_only                LongStraw with the prompt state as a constant: not the same gradient
     conventional                 full-sequence autograd on Megatron's modules, a sequence of prompt + response per response
     checkpointed                 the same with recomputation of every layer
@@ -30,6 +31,10 @@ from megatron.grpo.presets import get_preset
 
 WARM_UP_TOKENS = 256
 """Prompt of the step that makes moments and thread pools before anything is measured."""
+
+
+EVERY_CHUNK = 10**6
+"""More than any prompt here has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +109,13 @@ def open_megatron(system: str, setup: Setup):
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    run, live = ("exact", EVERY_CHUNK) if system == "exact_live" else (system, 0)
     flags = {
         "--model-preset": setup.model_preset, "--chunk-size": setup.chunk_size, "--block-size": setup.block_size,
         "--responses-per-replay": setup.responses_per_replay, "--seed": setup.seed,
+        "--live-chunks": live,
     }  # fmt: skip
-    return build_update(parse_arguments([str(part) for flag in flags.items() for part in flag]), system)
+    return build_update(parse_arguments([str(part) for flag in flags.items() for part in flag]), run)
 
 
 def export_weights_of(setup: Setup, folder: Path) -> None:

@@ -127,7 +127,7 @@ class LongStrawUpdate:
         engine = self.engine
         constant = engine.config.semantics == "response_only"
         prompt = prompt_segment(batch.prompt)
-        state, _ = engine.forward_sweep(prompt, None, constant=constant)
+        state, _ = engine.forward_sweep(prompt, None, constant=constant, for_replay=True)
         if not constant:
             engine.prepare_adjoints(state)
         for at in range(0, len(batch.responses), self.responses_per_replay):

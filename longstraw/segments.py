@@ -66,7 +66,8 @@ class SegmentState:
 
     parent: the state that the segment follows. plan: its blocks. layers: the adapter's key -> its state.
     constant: later segments treat this state as a constant (`response_only`): they add nothing to its adjoints.
-    predicts: the segment has targets. row_weights, routes: the segment's. outlives: the reverse sweep leaves what later
+    predicts: the segment has targets. row_weights, routes: the segment's. live: graphs of its last blocks that the forward sweep
+    kept, block -> (hidden, runs); None where it keeps none. outlives: the reverse sweep leaves what later
     segments read of it (pages, end states); only adjoints are used up.
     """
 
@@ -81,6 +82,7 @@ class SegmentState:
     row_weights: torch.Tensor | None = None
     routes: dict[int, torch.Tensor] | None = None
     outlives: bool = False
+    live: dict[int, tuple] | None = None
     _positions: torch.Tensor | None = None
 
     @property

@@ -2,7 +2,7 @@
 
 `forward_sweep` runs a segment's blocks without autograd and leaves its state. `reverse_sweep` recomputes them last to
 first, each with its own small graph: the roots of its one backward are the block's loss, its keys and values with their
-pages' adjoints, and its end states with theirs. `replay` does both over a tree of segments: the loss's exact gradient
+pages' adjoints, and its end states with theirs. Of a prompt's last `live_chunks` blocks the forward sweep keeps that graph. `replay` does both over a tree of segments: the loss's exact gradient
 lands in the parameters, and nothing but the segment states outlives a block.
 
 Every rank builds the same graph, with the same roots in the same order, whatever it owns: otherwise the collectives in
@@ -64,6 +64,10 @@ class SweepConfig:
     """Keep what sparse attention selected for the reverse sweep on `host` or `device`, so that it does not score all keys
     again; `none` selects again. Both are exact."""
 
+    live_chunks: int = 0
+    """Chunks at the prompt's end whose graphs are kept from the forward sweep, so that the reverse sweep does not run them again:
+    activations of so many chunks more, so many forwards fewer. Exact; 0 keeps none."""
+
     query_rows_at_once: int = 4096
     """Rows per rank that are gathered over context parallel at a time (of queries or keys); bounds the buffer."""
 
@@ -78,6 +82,10 @@ class SweepConfig:
         for name in ("prompt_chunk_size", "response_block_size", "query_rows_at_once", "logprob_chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is at least 1, not {getattr(self, name)}")
+        if self.live_chunks < 0:
+            raise ValueError(f"--live-chunks is at least 0, not {self.live_chunks}")
+        if self.live_chunks and self.semantics == "response_only":
+            raise ValueError(f"--live-chunks {self.live_chunks} keeps graphs of the prompt, which --semantics response_only never reads")
         for names, places in (
             (("page_residency", "index_page_residency", "adjoint_residency"), get_args(Residency)),
             (("attention_output_residency", "selection_residency"), get_args(KeptResidency)),
@@ -102,6 +110,11 @@ class ReplayEngine:
         self.routers = find_routers(model)
         self.adapters = [*self.mixers, *self.routers]
         self.lockstep = Lockstep(model.pg_collection.ep, self.cp, current_device())
+        if config.live_chunks and self.lockstep.group is not None:
+            raise ValueError(
+                f"--live-chunks {config.live_chunks}: replicas that share experts (--expert-model-parallel-size above "
+                "--context-parallel-size) run in step, backward by backward, and none can keep a graph for later"
+            )
         self.ledger = Ledger()
         self.phase: Callable[[str], AbstractContextManager] = nullcontext
         """Told of what runs: `capture` (a prompt forward), `score` (responses forward), `responses` (their scores and replay) and
@@ -115,7 +128,9 @@ class ReplayEngine:
             attention_exchange=config.attention_exchange, staging=Staging(current_device()), ledger=self.ledger,
         )
 
-    def open_segment(self, segment: Segment, parent: SegmentState | None, *, constant: bool = False) -> SegmentState:
+    def open_segment(
+        self, segment: Segment, parent: SegmentState | None, *, constant: bool = False, for_replay: bool = False
+    ) -> SegmentState:
         """The empty state of a segment that follows `parent` (None: the beginning)."""
         start = 0 if parent is None else parent.end
         block_size = self.config.prompt_chunk_size if segment.captures_only else self.config.response_block_size
@@ -124,22 +139,26 @@ class ReplayEngine:
         state = SegmentState(
             segment.name, parent, plan, segment.inputs.shape[0], start, constant=constant,
             predicts=segment.targets is not None, row_weights=segment.row_weights, routes=segment.routes,
+            live={} if for_replay and segment.captures_only and not constant else None,
         )
         for adapter in self.adapters:
             state.layers[adapter.key] = adapter.open(state, self.policy)
         return state
 
-    def _run_block(self, segment: Segment, state: SegmentState, block: int, *, replay: bool):
-        """One block through the model, once it is its turn -> (hidden or None, adapter's key -> run)."""
-        self._serve_until(PassKind(replay, segment.captures_only))
-        return self._pass_block(segment, state, block, replay=replay)
+    def _run_block(self, segment: Segment, state: SegmentState, block: int, *, replay: bool, live: bool = False):
+        """One block through the model, once it is its turn -> (hidden or None, adapter's key -> run).
 
-    def _pass_block(self, segment: Segment, state: SegmentState, block: int, *, replay: bool):
+        live: of a replay, that it leaves its state as a forward does.
+        """
+        self._serve_until(PassKind(replay, segment.captures_only))
+        return self._pass_block(segment, state, block, replay=replay, live=live)
+
+    def _pass_block(self, segment: Segment, state: SegmentState, block: int, *, replay: bool, live: bool = False):
         stop_at = self.mixers[-1] if segment.captures_only else None
         runs: dict[Key, LayerRun] = {}
         for adapter in self.adapters:
             stop_here = adapter is stop_at
-            runs[adapter.key] = adapter.restore(state, block, self.policy, replay=replay, stop_here=stop_here)
+            runs[adapter.key] = adapter.restore(state, block, self.policy, replay=replay, stop_here=stop_here, live=live)
         self._announce_pages(runs)
         with bind(self.adapters, runs):
             hidden = run_decoder(self.model, segment.inputs[:, cut_columns(state, block)], state.plan[block])
@@ -202,20 +221,33 @@ class ReplayEngine:
     @torch.no_grad()
     def run_forward(self, segment: Segment, state: SegmentState, block: int) -> torch.Tensor | None:
         """One block of the forward sweep: captures its state and returns its hidden states [rows, B, hidden]."""
-        hidden, runs = self._run_block(segment, state, block, replay=False)
+        hidden, runs = self._run_forward(segment, state, block)
         for adapter in self.adapters:
             adapter.capture(runs[adapter.key], state, block)
         return hidden
 
+    def _run_forward(self, segment: Segment, state: SegmentState, block: int):
+        """A block of the forward sweep -> (hidden, adapter's key -> run); the last ones of a prompt may keep their graph."""
+        if not self.keeps_graph(state, block):
+            return self._run_block(segment, state, block, replay=False)
+        with torch.enable_grad():
+            state.live[block] = self._run_block(segment, state, block, replay=True, live=True)
+        return state.live[block]
+
+    def keeps_graph(self, state: SegmentState, block: int) -> bool:
+        """Whether the forward sweep keeps a block's graph for the reverse sweep."""
+        return state.live is not None and block >= len(state.plan) - self.config.live_chunks
+
     @torch.no_grad()
     def forward_sweep(
-        self, segment: Segment, parent: SegmentState | None, *, constant: bool = False
+        self, segment: Segment, parent: SegmentState | None, *, constant: bool = False, for_replay: bool = False
     ) -> tuple[SegmentState, torch.Tensor | None]:
         """Run a segment without autograd.
 
+        for_replay: a reverse sweep follows under the same weights, for which a prompt's last blocks may keep their graphs.
         Returns its state, and the log-probabilities of its targets [B, S], equal on every rank (None without targets).
         """
-        state = self.open_segment(segment, parent, constant=constant)
+        state = self.open_segment(segment, parent, constant=constant, for_replay=for_replay)
         with self.phase("capture" if segment.captures_only else "score"):
             logprobs = self._run_blocks(segment, state, len(state.plan))
         return state, torch.cat(logprobs, 1) if logprobs else None
@@ -233,7 +265,7 @@ class ReplayEngine:
 
     def capture_boundaries(self, segment: Segment, parent: SegmentState | None, *, constant: bool) -> SegmentState:
         """The state that the reverse sweep needs: every block's start and, where children follow, the segment's end."""
-        state = self.open_segment(segment, parent, constant=constant)
+        state = self.open_segment(segment, parent, constant=constant, for_replay=bool(segment.children))
         for block in range(len(state.plan) if segment.children else len(state.plan) - 1):
             self.run_forward(segment, state, block)
         return state
@@ -291,7 +323,8 @@ class ReplayEngine:
         return total
 
     def _reverse_block(self, segment: Segment, state: SegmentState, block: int) -> float:
-        hidden, runs = self._run_block(segment, state, block, replay=True)
+        kept = None if state.live is None else state.live.pop(block, None)
+        hidden, runs = self._run_block(segment, state, block, replay=True) if kept is None else kept
         logprobs = None if segment.loss is None else self._logprobs(segment, state, block, hidden)
         return self._differentiate_block(segment, state, block, runs, logprobs)
 

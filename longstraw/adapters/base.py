@@ -73,8 +73,13 @@ class LayerAdapter(Protocol):
         dtype: of the activations. stops: this is the last layer of a segment that only leaves its state.
         """
 
-    def restore(self, segment: SegmentState, block: int, policy: StatePolicy, *, replay: bool, stop_here: bool) -> LayerRun:
-        """What the module reads to run a block from its boundary; with `replay`, leaves that take gradients."""
+    def restore(
+        self, segment: SegmentState, block: int, policy: StatePolicy, *, replay: bool, stop_here: bool, live: bool = False
+    ) -> LayerRun:
+        """What the module reads to run a block from its boundary; with `replay`, leaves that take gradients.
+
+        live: a replay that is the block's first pass, and leaves what `capture` stores.
+        """
 
     def capture(self, run: LayerRun, segment: SegmentState, block: int) -> None:
         """Store what the module left after the forward sweep's pass over a block."""

@@ -167,7 +167,7 @@ class ExpertRoutingAdapter:
         found = [] if stops else [("routing", tokens * self.module.topk * width, policy.page_residency)]
         return foreseen(segment, self.layer_number, tokens, found)
 
-    def restore(self, segment, block, policy, *, replay, stop_here) -> RoutingRun:
+    def restore(self, segment, block, policy, *, replay, stop_here, live=False) -> RoutingRun:
         """The block's recorded experts in a replay; before, those that the segment prescribes."""
         recorded = segment.layers[self.key].read(block, current_device()) if replay else None
         if recorded is None and segment.routes is not None:

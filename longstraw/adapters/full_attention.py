@@ -130,7 +130,7 @@ class FullAttentionAdapter:
         rank = segment.plan[0].rank if segment.plan else 0
         return PageView(segment.layers[self.layer_number].pages, segment.rows_of_ranks_before(blocks), rank, constant)
 
-    def restore(self, segment, block, policy, *, replay, stop_here) -> AttentionRun:
+    def restore(self, segment, block, policy, *, replay, stop_here, live=False) -> AttentionRun:
         """The pages before the block and, in a replay, its kept output."""
         layout, state = segment.plan[block], segment.layers[self.layer_number]
         kept = state.kept.take(block, _device(self.module)) if replay else None

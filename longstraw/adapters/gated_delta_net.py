@@ -167,7 +167,7 @@ class GatedDeltaNetAdapter:
             return None
         return parent.layers[self.layer_number].at(len(parent.plan)).expand_batch(segment.batch)
 
-    def restore(self, segment, block, policy, *, replay, stop_here) -> GatedDeltaRun:
+    def restore(self, segment, block, policy, *, replay, stop_here, live=False) -> GatedDeltaRun:
         """The boundary state, as leaves that take gradients in a replay."""
         start = self._start_of(segment, block)
         if replay and start is not None:

@@ -303,7 +303,7 @@ class LatentAttentionAdapter:
             found.append(("selection", 4 * scored * self.module.index_topk, policy.selection_residency))
         return foreseen(segment, self.layer_number, tokens, found)
 
-    def restore(self, segment, block, policy, *, replay, stop_here) -> LatentRun:
+    def restore(self, segment, block, policy, *, replay, stop_here, live=False) -> LatentRun:
         """The pages before the block and, in a replay, its kept output and selection, and the rows that teach the indexer.
 
         Raises ValueError where the indexer has a loss but a segment with targets no row weights.
@@ -319,7 +319,7 @@ class LatentAttentionAdapter:
         if self.computes and (row_weights is not None or shared is not None and shared.selection is None):
             index = tuple(IndexView(*self._rows(*of, "index"), device, of[0].own_positions(device)) for of in ancestors)
         return LatentRun(
-            layout, stop_here, latents, index, shared, not replay, policy.rows_at_once, policy.attention_exchange,
+            layout, stop_here, latents, index, shared, live or not replay, policy.rows_at_once, policy.attention_exchange,
             trains=trains, predicts=trains and segment.predicts, row_weights=row_weights,
             kept=state.kept.take(block, device) if replay else None,
         )
@@ -354,7 +354,7 @@ class LatentAttentionAdapter:
         if self.computes:
             if run.own_index is not None:  # a replay that stands in for a capture leaves keys only if they have a gradient
                 state.index.append(run.own_index[:, None])
-            if run.shared is not None and run.shared.selection is not None:
+            if run.output is not None and run.shared is not None and run.shared.selection is not None:  # for a replay
                 state.selections.keep(block, run.shared.selection)
             state.shared = None
 

@@ -44,6 +44,7 @@ class SampledEngine(ReplayEngine):
         chosen = {0, 1, blocks - 1}
         for block in self._find_changes(state, blocks):
             chosen |= {block - 1, block}
+        chosen |= {block for block in range(blocks) if self.keeps_graph(state, block)}
         first, last = {}, {}
         for block in range(blocks):
             first.setdefault(shape_of(state, block), block)
@@ -86,12 +87,12 @@ class SampledEngine(ReplayEngine):
         return tuple(found)
 
     @torch.no_grad()
-    def forward_sweep(self, segment: Segment, parent: SegmentState | None, *, constant: bool = False):
+    def forward_sweep(self, segment: Segment, parent: SegmentState | None, *, constant: bool = False, for_replay: bool = False):
         """See ReplayEngine."""
         with self.watch.phase("capture" if segment.captures_only else "score"):
             if self.every_block:
-                return super().forward_sweep(segment, parent, constant=constant)
-            state = self.open_segment(segment, parent, constant=constant)
+                return super().forward_sweep(segment, parent, constant=constant, for_replay=for_replay)
+            state = self.open_segment(segment, parent, constant=constant, for_replay=for_replay)
             with self._once_of_many("score", segment, parent) as again:
                 if again:
                     return state, torch.zeros(segment.inputs.shape, device=segment.inputs.device)
@@ -138,7 +139,7 @@ class SampledEngine(ReplayEngine):
     @torch.no_grad()
     def pass_block(self, segment: Segment, state: SegmentState, block: int):
         """`run_forward`, with what each layer has left -> (hidden, adapter's key -> run)."""
-        hidden, runs = self._run_block(segment, state, block, replay=False)
+        hidden, runs = self._run_forward(segment, state, block)
         self.stand_in(runs, state, block)
         return hidden, runs
 

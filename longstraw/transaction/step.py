@@ -57,10 +57,13 @@ class Step:
         self.fullest_state: list[LedgerEntry] = []  # the ledger when it held most
         self.states_kept = 0  # how many groups, from the last on, keep their states after the replay, for a probe of the step
 
-    def capture(self, prompt: torch.Tensor) -> SegmentState:
-        """Phase 1: the state that a prompt [1, P] leaves, under the present weights."""
+    def capture(self, prompt: torch.Tensor, *, for_replay: bool = False) -> SegmentState:
+        """Phase 1: the state that a prompt [1, P] leaves, under the present weights.
+
+        for_replay: its replay is to follow under the same weights, and may use graphs that the capture keeps.
+        """
         constant = self.engine.config.semantics == "response_only"
-        return self.engine.forward_sweep(prompt_segment(prompt), None, constant=constant)[0]
+        return self.engine.forward_sweep(prompt_segment(prompt), None, constant=constant, for_replay=for_replay)[0]
 
     def score(self, group: PromptGroup, *, routed: bool = False) -> list[torch.Tensor]:
         """Phase 2: log-probabilities [T] of each response under the present weights, from the group's live state.
@@ -102,7 +105,7 @@ class Step:
                 continue
             if group.state is None:
                 self.check_stop()
-                group.state = self.capture(group.prompt)
+                group.state = self.capture(group.prompt, for_replay=len(groups) == 1)
             for index, logprobs in enumerate(self.score(group, routed=self.replays_routes)):
                 if group.kept[index] and exceeds_bound(rollout_log_ratio(group, index, logprobs), self.mismatch):
                     group.kept[index] = False
@@ -128,7 +131,7 @@ class Step:
             weights = compute_loss_weights(group.loss_masks(), self.objective, counts=counts)
             if group.state is None:
                 self.check_stop()
-                group.state = self.capture(group.prompt)
+                group.state = self.capture(group.prompt, for_replay=True)
             part, found = self._replay_group(group, weights, keep=index >= len(groups) - self.states_kept)
             loss += part
             for item in found:

@@ -287,6 +287,12 @@ def _check(args: argparse.Namespace, machine: Machine) -> list[str]:
             f"{limit}--max-response-length {args.max_response_length} exceed --max-position-embeddings "
             f"{args.max_position_embeddings}"
         )
+    if args.live_chunks > 0 and args.expert_model_parallel_size > args.context_parallel_size:
+        found.append(
+            f"--live-chunks {args.live_chunks}: replicas that share experts (--expert-model-parallel-size "
+            f"{args.expert_model_parallel_size} above --context-parallel-size {args.context_parallel_size}) run in step, backward by "
+            "backward, and none can keep a graph for later"
+        )
     if args.wandb_project and args.wandb_exp_name and importlib.util.find_spec("wandb") is None:
         found.append("--wandb-project needs the wandb package: pip install wandb")
     return found

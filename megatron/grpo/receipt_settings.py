@@ -37,7 +37,7 @@ def describe_update(args: Namespace, config: TrainConfig) -> dict:
     return found | (asdict(config.logra) if args.optimizer == "logra" else {})
 
 
-def describe_sampling(config: TrainConfig) -> dict:
+def describe_responses(config: TrainConfig) -> dict:
     """Part of `Receipt.rollout`: how responses are sampled and rewarded, and what is done where the sampler disagrees."""
     rewards = config.rewards
     weights = rewards.reward_weights or [1.0] * len(rewards.reward)

@@ -5,7 +5,7 @@ A step's metrics have its own figures (`rollout_log_ratio_mean` and so on); step
 
 from collections.abc import Mapping, Sequence
 
-from megatron.grpo.receipt_settings import describe_sampling
+from megatron.grpo.receipt_settings import describe_responses
 from megatron.grpo.rollouts import RolloutSource
 from megatron.grpo.run_config import TrainConfig
 
@@ -14,7 +14,7 @@ def describe_rollouts(config: TrainConfig, source: RolloutSource, records: Seque
     """`Receipt.rollout`. records: the metrics of every step so far; those from `first_step` on are this process's."""
     own = [record for record in records if record["step"] >= first_step and "rollout_kl" in record]
     folder = config.rollouts.rollouts_from or config.rollouts.rollout_store
-    found = {"source": source.name, "sampled_by": source.sampled_by, "store": folder} | describe_sampling(config)
+    found = {"source": source.name, "sampled_by": source.sampled_by, "store": folder} | describe_responses(config)
     if own:
         found |= {
             "log_ratio_mean": sum(record["rollout_log_ratio_mean"] for record in own) / len(own),

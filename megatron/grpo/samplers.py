@@ -87,7 +87,7 @@ class ResidentSampler:
     def answer(self, prompt: Prompt, group_size: int, *draw: object, keep_state: bool, version: int) -> PromptGroup:
         """Capture a prompt and decode `group_size` responses; `draw` names the random numbers (step, attempt, ...)."""
         tokens = torch.tensor([prompt.token_ids], device=self.device)
-        state = self.step.capture(tokens)
+        state = self.step.capture(tokens, for_replay=keep_state)
         generator = torch.Generator().manual_seed(derive_seed(self.seed, prompt.prompt_id, *draw))
         with self.step.engine.phase("decode"):
             samples = decode_group(

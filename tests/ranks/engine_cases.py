@@ -15,7 +15,7 @@ class Case:
     groups: (prompt length, response lengths) each; a data-parallel replica takes every dp-th of them, or none.
     documents: lengths of documents with a loss of their own, one after another, in place of groups. single_token: only one
     response token of each group has a weight. together: responses replayed at a time. in_one_go: each response scored and
-    replayed in one go. indexer_loss: coefficient of the loss that trains the indexers of latent attention. change: fields
+    replayed in one go. live: chunks whose graphs are kept. indexer_loss: coefficient of the loss that trains the indexers of latent attention. change: fields
     of the preset with other values, see `changed`.
     """
 
@@ -38,6 +38,7 @@ class Case:
     kept: str = "none"
     selections: str = "none"
     exchange: str = "auto"
+    live: int = 0
     semantics: str = "exact"
     together: int = 1
     in_one_go: bool = False
@@ -86,12 +87,14 @@ def _two() -> list[Case]:
         replace(hybrid, name="cp2, keys passed, response only", exchange="keys", semantics="response_only"),
         replace(hybrid, name="cp2, response only", semantics="response_only"),
         replace(hybrid, name="cp2, scored and replayed in one go", in_one_go=True, kept="host"),
+        replace(hybrid, name="cp2, graphs of two chunks kept, host pages", live=2, pages="host", adjoints="host", kept="host", chunk=7),
         replace(cp2, name="cp2, documents, tied embeddings", documents=(37, 51, 40), block=16, preset="tiny-llama",
                 change=TWO_LAYERS),
         replace(cp2, name="cp2, 8 tokens", **EIGHT_TOKENS),
         tp2,
         replace(tp2, name="tp2, q and k norms", preset="tiny-qwen3", change=TWO_LAYERS),
         replace(sequence, name="tp2, sequence parallel, odd", change=HYBRID, **ODD),
+        replace(sequence, name="tp2, sequence parallel, all graphs kept", change=HYBRID, live=99),
         replace(sequence, name="tp2, sequence parallel, tied, padded vocabulary", preset="tiny-llama", vocab_size=101,
                 change=TWO_LAYERS),
         Case(name="dp2, a prompt each", ranks=2, groups=((20, (5, 1)), (33, (2, 6))), change=HYBRID),
@@ -131,6 +134,7 @@ def _experts() -> list[Case]:
         replace(cp2, name="cp2 ep2, prompt of 1 token, blocks of 1", groups=((1, (3, 1)),), block=1),
         replace(cp2, name="cp2 ep2, host pages, batch", groups=FOUR, together=2, block=4, pages="host"),
         replace(cp2, name="cp2 ep2, scored and replayed in one go", in_one_go=True),
+        replace(cp2, name="cp2 ep2, graphs of two chunks kept", live=2),
         replace(cp2, name="cp2 ep2, documents", documents=(37, 51, 40), block=16),
         replace(cp2, name="cp2 ep2, response only", semantics="response_only"),
         Case(name="dp2 ep1", groups=UNEQUAL, **two),
@@ -183,6 +187,7 @@ def _latent() -> list[Case]:
         replace(trained, name=f"{trained.name}, prompt of 1 token, blocks of 1", groups=((1, (7, 1)),), block=1),
         replace(trained, name=f"{trained.name}, chunks of 2: ranks own nothing", **EMPTY),
         replace(trained, name=f"{trained.name}, all state on the host, sub-blocks", adjoints="host", **host),
+        replace(trained, name=f"{trained.name}, graphs of two chunks kept", live=2, selections="host"),
         replace(trained, name=f"{trained.name}, batch", groups=FOUR, together=4, block=4),
         replace(trained, name=f"{trained.name}, one at a time", groups=FOUR, in_one_go=True),
         replace(trained, name=f"{trained.name}, documents", documents=(37, 51, 40), block=16),

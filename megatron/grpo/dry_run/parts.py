@@ -144,7 +144,7 @@ class RandomRollouts:
         with memory_scope("buffers"):
             prompt = torch.ones(1, self.lengths.prompt, dtype=torch.int64, device=current_device())
         if self.decodes:
-            state = self.step.capture(prompt)
+            state = self.step.capture(prompt, for_replay=self.keeps_states)
             with self.watch.phase("decode"):
                 self._decode(prompt, state)
         sample = Sample(

@@ -18,7 +18,7 @@ from longstraw.receipts.collect import collect_versions, now_utc, summarize_stat
 from longstraw.receipts.receipt import (
     CollectiveUse, MemoryMoment, Model, RankMemory, Receipt, ResidentState, Results, Tokens, Topology,
 )
-from megatron.grpo.receipt_settings import describe_objective, describe_sampling, describe_update
+from megatron.grpo.receipt_settings import describe_objective, describe_responses, describe_update
 from megatron.grpo.run_config import TrainConfig
 from megatron.grpo.run_record import PHASE_TOKENS, check_metrics, count_parameters, describe_topology
 from megatron.grpo.trainer import Trainer
@@ -80,7 +80,7 @@ def build_receipt(
             final_weights=NO_WEIGHTS,
         ),
         objective=describe_objective(args, config), update=describe_update(args, config),
-        rollout={"source": "resident" if decodes else "elsewhere"} | describe_sampling(config), tokens=Tokens(**tokens),
+        rollout={"source": "resident" if decodes else "elsewhere"} | describe_responses(config), tokens=Tokens(**tokens),
         state=tuple(item for _, _, state in shares for item in state),
         memory=tuple(describe_rank(number, held) for number, held, _ in shares), seconds=seconds,
         phase_tokens={name: sum(tokens[kind] for kind in PHASE_TOKENS[name]) for name in phases},

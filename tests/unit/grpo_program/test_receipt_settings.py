@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron.grpo.arguments import parse_arguments
-from megatron.grpo.receipt_settings import describe_objective, describe_sampling, describe_update
+from megatron.grpo.receipt_settings import describe_objective, describe_responses, describe_update
 
 BASE = "--model-preset tiny-qwen3.6 --prompt-data data.jsonl --tokenizer-path tok --train-iters 10 --output-dir out"
 LOGRA = "--optimizer logra --logra-rank 8"
@@ -20,7 +20,7 @@ def one_rank(monkeypatch):
 def describe(flags: str) -> dict[str, dict]:
     args, config = parse_arguments(f"{BASE} {flags}".split())
     parts = {
-        "objective": describe_objective(args, config), "update": describe_update(args, config), "rollout": describe_sampling(config),
+        "objective": describe_objective(args, config), "update": describe_update(args, config), "rollout": describe_responses(config),
     }
     assert json.loads(json.dumps(parts)) == parts
     assert all(value is None or isinstance(value, (bool, int, float, str)) for part in parts.values() for value in part.values())

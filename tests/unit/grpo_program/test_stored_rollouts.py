@@ -1,6 +1,5 @@
 """Which steps of a store a run may train on, and groups on their way in and out of it."""
 
-import dataclasses
 from array import array
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ from longstraw.rollout.protocol import Sample
 from longstraw.rollout.store import RolloutStore, StoredGroup
 from megatron.grpo.arguments import Machine, parse_arguments
 from megatron.grpo.prompt_order import PromptOrder
+from megatron.grpo.receipt_settings import describe_responses
 from megatron.grpo.rollout_record import describe_rollouts
 from megatron.grpo.stored_rollouts import check_step, describe_sampling, pack, unpack
 
@@ -139,6 +139,6 @@ def test_a_receipt_has_the_runs_figures():
     found = describe_rollouts(config, SimpleNamespace(name="store", sampled_by="vllm"), records, 2)
     assert found == {
         "source": "store", "sampled_by": "vllm", "store": "d", "log_ratio_mean": -0.25, "log_ratio_max": 2.0, "kl": 0.5,
-        **dataclasses.asdict(config.mismatch),
+        **describe_responses(config),
     }
     assert "kl" not in describe_rollouts(config, SimpleNamespace(name="store", sampled_by="vllm"), records, 4)
