@@ -55,6 +55,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="where the forward sweep's attention outputs are kept; none recomputes them")  # fmt: skip
     add("--page-residency", choices=("device", "host"), default="device", help="as in training")
     add("--adjoint-residency", choices=("device", "host"), default="device", help="as in training")
+    add("--recurrent-state-residency", choices=("device", "host"), default="device", help="as in training")
     add("--index-page-residency", choices=("device", "host"), default="device", help="as in training")
     add("--selection-residency", choices=("none", "host", "device"), default="host",
         help="where the forward sweep's selections of sparse attention are kept; none selects again")  # fmt: skip
@@ -130,6 +131,7 @@ def build_update(args, run: str):
     sweep = SweepConfig(
         semantics=run, prompt_chunk_size=args.chunk_size, response_block_size=args.block_size,
         page_residency=args.page_residency, adjoint_residency=args.adjoint_residency,
+        recurrent_state_residency=args.recurrent_state_residency,
         attention_output_residency=args.attention_output_residency,
         index_page_residency=args.index_page_residency, selection_residency=args.selection_residency,
         live_chunks=args.live_chunks if run == "exact" else 0,

@@ -50,6 +50,10 @@ class SweepConfig:
     page_residency: Residency = "device"
     """Where keys and values (or latents) of earlier tokens live: `device`, or `host` (pinned, staged one layer ahead)."""
 
+    recurrent_state_residency: Residency = "device"
+    """Where the boundary states of a prompt's gated delta net layers live, one a layer and chunk: `device` or `host`. With long
+    prompts and small chunks they are the largest thing on the device that could be elsewhere."""
+
     index_page_residency: Residency = "device"
     """Where the index keys of sparse attention live, which select among the latents: `device` or `host`."""
 
@@ -87,7 +91,7 @@ class SweepConfig:
         if self.live_chunks and self.semantics == "response_only":
             raise ValueError(f"--live-chunks {self.live_chunks} keeps graphs of the prompt, which --semantics response_only never reads")
         for names, places in (
-            (("page_residency", "index_page_residency", "adjoint_residency"), get_args(Residency)),
+            (("page_residency", "recurrent_state_residency", "index_page_residency", "adjoint_residency"), get_args(Residency)),
             (("attention_output_residency", "selection_residency"), get_args(KeptResidency)),
         ):
             for name in names:
@@ -122,7 +126,8 @@ class ReplayEngine:
         self.auxiliary_loss = 0.0
         """This rank's share of the losses that layers added in replays so far (the indexer's); the caller sets it back."""
         self.policy = StatePolicy(
-            page_residency=config.page_residency, index_page_residency=config.index_page_residency,
+            page_residency=config.page_residency, recurrent_state_residency=config.recurrent_state_residency,
+            index_page_residency=config.index_page_residency,
             adjoint_residency=config.adjoint_residency, selection_residency=config.selection_residency,
             attention_output_residency=config.attention_output_residency, rows_at_once=config.query_rows_at_once,
             attention_exchange=config.attention_exchange, staging=Staging(current_device()), ledger=self.ledger,

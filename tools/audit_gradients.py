@@ -43,6 +43,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--attention-output-residency", choices=("none", "host", "device"), default="none", help="as in training")
     add("--page-residency", choices=("device", "host"), default="device", help="as in training")
     add("--adjoint-residency", choices=("device", "host"), default="device", help="as in training")
+    add("--recurrent-state-residency", choices=("device", "host"), default="device", help="as in training")
     add("--index-page-residency", choices=("device", "host"), default="device", help="as in training")
     add("--selection-residency", choices=("none", "host", "device"), default="none", help="as in training")
     add("--query-rows-at-once", type=int, default=4096, help="as in training")
@@ -113,6 +114,7 @@ def engine_gradients(args, model, groups, vocab_size, prompt, responses, weights
     config = SweepConfig(
         semantics=args.semantics, prompt_chunk_size=args.chunk_size, response_block_size=args.block_size,
         page_residency=args.page_residency, adjoint_residency=args.adjoint_residency,
+        recurrent_state_residency=args.recurrent_state_residency,
         index_page_residency=args.index_page_residency, selection_residency=args.selection_residency,
         attention_output_residency=args.attention_output_residency, query_rows_at_once=args.query_rows_at_once,
         attention_exchange=args.attention_exchange,

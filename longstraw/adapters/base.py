@@ -36,6 +36,7 @@ class StatePolicy:
     """Where state lives, how it is watched, and what is exchanged, of how many rows at a time."""
 
     page_residency: Residency
+    recurrent_state_residency: Residency
     index_page_residency: Residency
     adjoint_residency: Residency
     attention_output_residency: KeptResidency

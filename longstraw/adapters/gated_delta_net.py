@@ -24,8 +24,10 @@ from longstraw.attention.delta_rule import chunked_delta_rule, naive_delta_rule
 from longstraw.attention.dual import apply_linear, has_tangent
 from longstraw.attention.layout import BlockLayout, pad_rows
 from longstraw.memory_scopes import memory_scope
+from longstraw.patches.device import current_device
 from longstraw.prompt_state.ledger import LedgerEntry, foreseen
 from longstraw.prompt_state.recurrent import GatedDeltaState, RecurrentStates
+from longstraw.prompt_state.residency import Residency
 from longstraw.segments import SegmentState
 
 STEPWISE_TOKENS = 4
@@ -131,6 +133,11 @@ def _fused_delta_rule(q, k, v, g, beta, initial_state):
     )
 
 
+def _residency(segment: SegmentState, policy: StatePolicy) -> Residency:
+    """Where a segment's boundaries live: those of what follows a prompt are few, and read at once."""
+    return policy.recurrent_state_residency if segment.parent is None else "device"
+
+
 class GatedDeltaNetAdapter:
     """The sweeps' view of one gated delta net layer."""
 
@@ -141,7 +148,10 @@ class GatedDeltaNetAdapter:
     def open(self, segment: SegmentState, policy: StatePolicy) -> RecurrentStates:
         """No boundary yet: the first is the parent's end, or the beginning of everything."""
         rank = self.module.pg_collection.cp.rank()
-        states = RecurrentStates(segment=segment.name, layer_number=self.layer_number, owner=rank)
+        states = RecurrentStates(
+            segment=segment.name, layer_number=self.layer_number, owner=rank, residency=_residency(segment, policy),
+            device=current_device(),
+        )
         policy.ledger.watch(states)
         return states
 
@@ -149,7 +159,8 @@ class GatedDeltaNetAdapter:
         """A recurrent and a conv state after each block, and the adjoint of one, unless the segment is a constant."""
         state = self.module.zero_state(1, torch.empty(0, dtype=dtype, device="meta"))
         recurrent, conv, blocks = state.recurrent.nbytes, state.conv.nbytes, len(segment.plan)
-        found = [("recurrent_state", blocks * recurrent, "device"), ("conv_state", blocks * conv, "device")]
+        where = _residency(segment, policy)
+        found = [("recurrent_state", blocks * recurrent, where), ("conv_state", blocks * conv, where)]
         if not segment.constant:
             wide = torch.promote_types(dtype, torch.float32)
             numbers = state.recurrent.numel() + state.conv.numel()

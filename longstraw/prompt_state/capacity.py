@@ -15,6 +15,8 @@ _RELIEF = {
     "kv_pages": "--page-residency device",
     "latent_pages": "--page-residency device",
     "routing": "--page-residency device",
+    "recurrent_state": "--recurrent-state-residency device",
+    "conv_state": "--recurrent-state-residency device",
     "index_pages": "--index-page-residency device",
     "kv_adjoint": "--adjoint-residency device",
     "latent_adjoint": "--adjoint-residency device",

@@ -13,6 +13,7 @@ import torch
 
 from longstraw.memory_scopes import memory_scope, state_category
 from longstraw.prompt_state.ledger import LedgerEntry, storage_bytes
+from longstraw.prompt_state.residency import Residency, bring, empty_resident
 
 
 @dataclass(frozen=True)
@@ -32,21 +33,30 @@ class GatedDeltaState:
 
 
 class RecurrentStates:
-    """The boundary states of one layer and segment on one rank, by block; index len(blocks) is the segment's end."""
+    """The boundary states of one layer and segment on one rank, by block; index len(blocks) is the segment's end.
 
-    def __init__(self, *, segment: str, layer_number: int, owner: int):
+    residency: of the boundaries. device: where blocks run; the adjoint stays there.
+    """
+
+    def __init__(
+        self, *, segment: str, layer_number: int, owner: int, residency: Residency = "device", device: torch.device | None = None
+    ):
         self.segment, self.layer_number, self.owner = segment, layer_number, owner
+        self.residency, self.device = residency, device
         self._boundaries: dict[int, GatedDeltaState] = {}
         self.adjoint: GatedDeltaState | None = None
 
     def keep(self, boundary: int, state: GatedDeltaState) -> None:
         """Keep a copy: a conv state is a view of the whole block's input, which would live on with it."""
         with memory_scope(state_category(self.segment)):
-            self._boundaries[boundary] = state.map(lambda t: t.detach().clone())
+            self._boundaries[boundary] = state.map(self._store)
+
+    def _store(self, tensor: torch.Tensor) -> torch.Tensor:
+        return empty_resident(tuple(tensor.shape), tensor.dtype, self.residency, tensor.device).copy_(tensor.detach())
 
     def at(self, boundary: int) -> GatedDeltaState:
-        """The state at a boundary. Raises KeyError once it is released."""
-        return self._boundaries[boundary]
+        """The state at a boundary, on the device. Raises KeyError once it is released."""
+        return self._boundaries[boundary].map(lambda t: bring(t, self.residency, self.device))
 
     def release(self, boundary: int) -> None:
         """Forget the state at a boundary."""
@@ -81,7 +91,10 @@ class RecurrentStates:
             "gdn_adjoint": [] if self.adjoint is None else [self.adjoint.recurrent, self.adjoint.conv],
         }
         return [
-            LedgerEntry(kind, self.segment, self.layer_number, self.owner, 0, sum(map(storage_bytes, held)), "device")
+            LedgerEntry(
+                kind, self.segment, self.layer_number, self.owner, 0, sum(map(storage_bytes, held)),
+                "device" if kind == "gdn_adjoint" else self.residency,
+            )
             for kind, held in kinds.items()
             if held
         ]

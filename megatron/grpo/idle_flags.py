@@ -13,7 +13,7 @@ from megatron.grpo.logra_flags import LOGRA_SWITCHES
 from megatron.grpo.presets import ModelPreset
 
 _KINDS: tuple[tuple[str, str, Callable[[ModelPreset], bool]], ...] = (
-    ("gated delta net layers", "linear_*", lambda preset: preset.hybrid),
+    ("gated delta net layers", "linear_* recurrent_state_residency", lambda preset: preset.hybrid),
     ("latent attention", "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim",
      lambda preset: preset.multi_latent_attention),
     ("sparse attention", "dsa_* index_page_residency selection_residency", lambda preset: preset.sparse),

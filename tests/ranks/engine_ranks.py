@@ -70,7 +70,7 @@ def open_engine(case: Case, pair):
         semantics=case.semantics, prompt_chunk_size=case.chunk, response_block_size=case.block, page_residency=case.pages,
         attention_output_residency=case.kept, query_rows_at_once=case.rows_at_once,
         attention_exchange=case.exchange, index_page_residency=case.index_pages, selection_residency=case.selections,
-        adjoint_residency=case.adjoints, live_chunks=case.live,
+        adjoint_residency=case.adjoints, recurrent_state_residency=case.pages, live_chunks=case.live,
     )
 
 

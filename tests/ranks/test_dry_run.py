@@ -25,7 +25,7 @@ CASES = {
     "llama, lora": (1, f"--model-preset tiny-llama --lora-rank 4 {SMALL}"),
     "hybrid, logra": (1, f"--model-preset tiny-qwen3.6 {LOGRA} {SMALL} {HOST}"),
     "hybrid, adam, kl, cp 2": (2, f"--model-preset tiny-qwen3.6 --kl-coefficient 0.1 {SMALL}"),
-    "hybrid, logra, bf16, cp 2, graphs of two chunks kept": (2, f"--model-preset tiny-qwen3.6 --bf16 {LOGRA} {SMALL} {HOST} --live-chunks 2"),
+    "hybrid, logra, bf16, cp 2, graphs of two chunks kept": (2, f"--model-preset tiny-qwen3.6 --bf16 {LOGRA} {SMALL} {HOST} --live-chunks 2 --recurrent-state-residency host"),
     "glm, logra": (1, f"{GLM} {LOGRA} {PROBE} {SMALL}"),
     "glm, adam, response_only, cp 2, ep 2": (
         2, f"{GLM} --expert-model-parallel-size 2 --semantics response_only {SMALL} --page-residency host"

@@ -54,6 +54,8 @@ def _residencies(args: Namespace, config: TrainConfig) -> list[list[Way]]:
     sweeps, places = config.sweeps, {"--page-residency": ("device", "host")}
     if sweeps.semantics == "exact":
         places |= {"--adjoint-residency": ("device", "host"), "--attention-output-residency": ("none", "device", "host")}
+    if args.experimental_attention_variant == "gated_delta_net":
+        places["--recurrent-state-residency"] = ("device", "host")
     if args.experimental_attention_variant == "dsa":
         places["--index-page-residency"] = ("device", "host")
         if sweeps.semantics == "exact":

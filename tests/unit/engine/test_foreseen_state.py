@@ -35,7 +35,7 @@ def fullest_state(engine, group) -> dict:
 
 PLACES = dict(
     page_residency="host", index_page_residency="host", adjoint_residency="host", attention_output_residency="host",
-    selection_residency="none",
+    selection_residency="none", recurrent_state_residency="host",
 )
 
 

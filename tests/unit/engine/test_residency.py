@@ -22,7 +22,8 @@ def test_every_residency_gives_the_same_bits():
     results = {}
     for pages, adjoints, kept in itertools.product(PLACES, PLACES, ("none", *PLACES)):
         engine = pair.engine(
-            prompt_chunk_size=8, page_residency=pages, adjoint_residency=adjoints, attention_output_residency=kept
+            prompt_chunk_size=8, page_residency=pages, adjoint_residency=adjoints, attention_output_residency=kept,
+            recurrent_state_residency=pages,
         )
         results[pages, adjoints, kept] = replay_gradients(engine, group.tree())
     loss, grads = results["device", "device", "none"]
@@ -47,12 +48,15 @@ def test_the_ledger_says_what_is_where(place):
     pair = get_small_hybrid()
     group = draw_group(30, (7,), pair.vocab_size)
     seen = entries_during_replay(
-        pair, group, page_residency=place, adjoint_residency=place, attention_output_residency=place
+        pair, group, page_residency=place, adjoint_residency=place, attention_output_residency=place,
+        recurrent_state_residency=place,
     )
     for entries in seen:
         where = {entry.kind: entry.residency for entry in entries if entry.segment == "prompt"}
         assert where["kv_pages"] == where["kv_adjoint"] == where["attention_output"] == place
-        assert where["recurrent_state"] == where["conv_state"] == "device"
+        assert where["recurrent_state"] == where["conv_state"] == place
+        own = {entry.kind: entry.residency for entry in entries if entry.segment != "prompt"}
+        assert own.get("recurrent_state", "device") == "device", "a response's boundaries are few and read at once"
         assert {e.layer_number for e in entries if e.kind == "kv_pages"} == {2, 4}
         assert {e.layer_number for e in entries if e.kind == "recurrent_state"} == {1, 3}
         pages = [e for e in entries if e.kind == "kv_pages" and e.segment == "prompt"]

@@ -65,7 +65,8 @@ def test_every_field_of_ours_is_a_flag_and_comes_back():
         "--model-preset tiny-glm5.2"  # index pages and selections are sparse attention's
     )
     _, config = parse(flags)
-    _, live = parse("--live-chunks 2")  # excludes --semantics response_only
+    # the first excludes --semantics response_only, the second needs gated delta nets
+    _, live = parse("--live-chunks 2 --recurrent-state-residency host")
     _, adapted = parse("--lora-rank 4 --lora-alpha 8")  # excludes --optimizer logra, and with it its group
     _, alone = parse("--group-size 1 --advantage-estimator running_mean --no-advantage-std-normalization "
                      "--reward-baseline-decay 0.9")  # excludes --group-filter
@@ -81,7 +82,7 @@ def test_every_field_of_ours_is_a_flag_and_comes_back():
             continue
         plain = getattr(default, name)
         for field in dataclasses.fields(config_class):
-            others = {"reward_baseline_decay": alone, "rollouts_from": stored, "rollout_router_replay": stored, "live_chunks": live}
+            others = {"reward_baseline_decay": alone, "rollouts_from": stored, "rollout_router_replay": stored, "live_chunks": live, "recurrent_state_residency": live}
             given = getattr({"lora": adapted, "rollouts": sampled, "weight_sync": synced}.get(name, config), name)
             given = getattr(others[field.name], name) if field.name in others else given
             if field.name not in ("model_preset", "prompt_data", "tokenizer_path"):

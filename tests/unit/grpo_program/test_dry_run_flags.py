@@ -82,7 +82,7 @@ def test_the_ways_that_fit_tries_are_others_than_the_given_one():
 
 def test_response_only_has_no_adjoints_to_place():
     axes = make_axes(parse("--fit --semantics response_only"), ("residency",))
-    assert axes == [[{"--page-residency": "host"}]]
+    assert axes == [[{"--page-residency": "host"}], [{"--recurrent-state-residency": "host"}]]
 
 
 def test_a_ways_flags_take_the_place_of_the_given_ones():
