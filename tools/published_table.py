@@ -1,7 +1,7 @@
 """The published receipts of response-only training at millions of tokens, beside dry runs of the same shapes here, as Markdown.
 
-    tools/published_table.py --results runs/published_table > table.md
-    tools/published_table.py --results runs/published_table --only "qwen3.6-27b 2M, G=8"
+    .venv/bin/python tools/published_table.py --results runs/published_table > table.md
+    .venv/bin/python tools/published_table.py --results runs/published_table --only "qwen3.6-27b 2M, G=8"
 
 Each dry run takes minutes and leaves its report in --results; one that is there already is not run again. Published: peak GB of
 the largest of 8 H20 ranks and seconds of a step, LoRA, gradient of the responses only. Ours: peaks of tensors on the largest
@@ -28,7 +28,7 @@ HARDWARE = "H20"
 
 QWEN = """--model-preset qwen3.6-27b --bf16 --context-parallel-size 8 --page-residency host --prompt-chunk-size 6144
     --response-block-size 4096 --max-response-length 8192 --response-length 8192"""
-EXACT = "--adjoint-residency host --attention-output-residency host"
+EXACT = "--adjoint-residency host --attention-output-residency host --recurrent-state-residency host"
 GLM = """--model-preset glm-5.2 --bf16 --context-parallel-size 32 --expert-model-parallel-size 32 --page-residency host
     --index-page-residency host --prompt-chunk-size 4096 --response-block-size 1024 --query-rows-at-once 64
     --max-response-length 8192 --response-length 8192"""

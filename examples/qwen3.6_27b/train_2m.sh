@@ -6,7 +6,8 @@
 #
 # Responses are decoded from the prompt state that the step has captured anyway, whose pages then cross to the device for every
 # token of the group: where an engine serves the prompt, --rollout-engine vllm takes that off (docs/rollouts.md).
-# `dry_run_2m.sh` beside this gives the figures: 93.9 GB on the device and 100.2 GB on the host of a rank (docs/dry_run.md). A flag given here comes after the script's own and wins. Not yet run on GPUs.
+# `dry_run_2m.sh` beside this gives the figures: 87.4 GB on the device and 106.8 GB on the host of a rank (docs/dry_run.md). A flag given here comes after the script's own and
+# wins. Not yet run on GPUs.
 #
 #   WEIGHTS, TOKENIZER, DATA, OUTPUT     converted weights, Hugging Face folder, prompts, where the run lies (below)
 set -euo pipefail
@@ -25,8 +26,9 @@ flags=(
     --prompt-length-limit 2088960
     --max-response-length 8192
 
-    # The prompt's state lies in host memory, 100 GB a rank, one layer staged at a time.
+    # The prompt's state lies in host memory, 107 GB a rank, one layer staged at a time.
     --page-residency host
+    --recurrent-state-residency host           # of gated delta nets, one a layer and chunk: 6.5 GB
     --adjoint-residency host
     --attention-output-residency host          # the reverse sweep does not redo the quadratic part
     --prompt-chunk-size 6144                   # the live graph: 3.4 GB for each 1,000 tokens of a chunk

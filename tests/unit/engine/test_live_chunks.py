@@ -36,7 +36,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("kind", PAIRS)
-@pytest.mark.parametrize("prompt, chunk, live", [(43, 7, 1), (43, 7, 3), (43, 16, 100), (1, 4, 2), (2, 4, 1), (33, 16, 2)])
+@pytest.mark.parametrize("prompt, chunk, live", [(43, 7, 3), (33, 16, 100), (1, 4, 2), (2, 4, 1)])
 def test_the_gradient_is_exact_and_live_chunks_run_once(monkeypatch, kind, prompt, chunk, live):
     pair = PAIRS[kind]()
     group, passes = draw_group(prompt, (5, 9, 1), pair.vocab_size), count_passes(monkeypatch)
