@@ -25,8 +25,8 @@ def count_passes(monkeypatch) -> Counter:
     return passes
 
 
-def latent_pair():
-    return build_pair(small_preset(), torch.float64, one_rank(), indexer_loss=0.3)
+def latent_pair(indexer_loss: float):
+    return build_pair(small_preset(), torch.float64, one_rank(), indexer_loss=indexer_loss)
 
 
 PAIRS = {
@@ -51,18 +51,20 @@ def test_the_gradient_is_exact_and_live_chunks_run_once(monkeypatch, kind, promp
     assert engine.ledger.entries() == [], "nothing outlives the replay"
 
 
-@pytest.mark.parametrize("selections", ["none", "host"])
-@pytest.mark.parametrize("live", [1, 2, 9])
-def test_latents_selections_and_a_trained_indexer(live, selections):
-    """Index keys of a chunk whose graph is kept go to the pages, and get their gradient."""
-    pair = latent_pair()
-    group = draw_group(61, (5, 9, 1), pair.vocab_size)
+@pytest.mark.parametrize("indexer_loss", [0.0, 0.3], ids=["frozen", "trained"])
+@pytest.mark.parametrize("live, selections, chunk", [(2, "host", 16), (99, "none", 4)])
+def test_latents_selections_and_indexers(live, selections, chunk, indexer_loss):
+    """Index keys of a chunk whose graph is kept go to the pages, also where its own block selects everything, and get their
+    gradient where they are trained."""
+    pair = latent_pair(indexer_loss)
+    group = draw_group(2 * chunk + 9, (5, 9, 1), pair.vocab_size)
     kept, again = (
-        replay_gradients(pair.engine(prompt_chunk_size=16, live_chunks=count, selection_residency=selections), group.tree())
+        replay_gradients(pair.engine(prompt_chunk_size=chunk, live_chunks=count, selection_residency=selections), group.tree())
         for count in (live, 0)
     )
     assert compare_gradients(kept[1], again[1])[0] <= 1e-12 and kept[0] == pytest.approx(again[0], rel=1e-12)
-    assert any("indexer" in name and gradient.abs().max() > 0 for name, gradient in kept[1].items())
+    trained = any("indexer" in name and gradient.abs().max() > 0 for name, gradient in kept[1].items())
+    assert trained == bool(indexer_loss)
 
 
 def test_attention_of_live_chunks_is_computed_once(monkeypatch):
