@@ -60,6 +60,7 @@ trainer=(
     # The prompt's state in host memory, one layer staged at a time.
     --page-residency host
     --adjoint-residency host
+    --recurrent-state-residency host
     --attention-output-residency host
 
     --semantics exact

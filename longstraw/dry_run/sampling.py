@@ -44,7 +44,8 @@ class SampledEngine(ReplayEngine):
         chosen = {0, 1, blocks - 1}
         for block in self._find_changes(state, blocks):
             chosen |= {block - 1, block}
-        chosen |= {block for block in range(blocks) if self.keeps_graph(state, block)}
+        live = [block for block in range(blocks) if self.keeps_graph(state, block)]
+        chosen |= {*live, *(block - 1 for block in live[:1] if block)}  # what runs again does not stand for what does not
         first, last = {}, {}
         for block in range(blocks):
             first.setdefault(shape_of(state, block), block)

@@ -89,10 +89,11 @@ def test_a_training_script_with_dry_run_at_its_end(tmp_path):
     assert found["peak_bytes"]["host"] > 0, "the script's residency"
 
 
-def test_blocks_that_are_left_out_count_as_if_they_had_run(tmp_path):
+@pytest.mark.parametrize("live", [[], ["--live-chunks", "2"]], ids=["", "graphs of two chunks kept"])
+def test_blocks_that_are_left_out_count_as_if_they_had_run(live, tmp_path):
     """Peaks, operations, traffic, copies and exchanges of a run that leaves out blocks against one that runs all."""
     flags = "--prompt-chunk-size 64 --response-block-size 8 --page-residency host --adjoint-residency host".split()
-    flags = ["--model-preset", "tiny-llama", *SMALL, "--response-length", "24", *flags, "--attention-output-residency", "host"]
+    flags = ["--model-preset", "tiny-llama", *SMALL, "--response-length", "24", *flags, "--attention-output-residency", "host", *live]
     (sampled, every) = (run_program(tmp_path, *flags, *more)[1] for more in ([], ["--every-block"]))
     assert sampled["peak_bytes"] == pytest.approx(every["peak_bytes"], rel=1e-3)
     for phase, whole in every["work"].items():
