@@ -170,7 +170,10 @@ class ReplayEngine:
         return hidden, runs
 
     def foresee_state(self, tokens: int) -> list[LedgerEntry]:
-        """What the state of a prompt of that many tokens will hold on this rank at its fullest; nothing is allocated."""
+        """What the state of a prompt of that many tokens will hold on this rank at its fullest; nothing is allocated.
+
+        As if no chunk kept its graph: captures that no replay follows (of several prompts a step, of a reference) keep none.
+        """
         prompt = prompt_segment(torch.empty(1, tokens, dtype=torch.long, device="meta"))
         segment = self.open_segment(prompt, None, constant=self.config.semantics == "response_only")
         dtype = next(self.model.parameters()).dtype
