@@ -7,7 +7,7 @@ smallest and the largest in brackets. Left out: any judgement of ratios that wer
 from collections import defaultdict
 from statistics import median
 
-from benchmarks.points import SYSTEMS, Point, parse_slug
+from benchmarks.points import LONGSTRAW, SYSTEMS, Point, parse_slug
 
 QUANTITIES = {
     "cpu_seconds": "Processor seconds of a step",
@@ -131,7 +131,7 @@ def write_losses(steps: Steps) -> list[str]:
             better = []
             for system in systems:
                 ratios = list_ratios(systems, system, quantity)
-                if system not in ("exact", "response_only") and ratios and median(ratios) < 1:
+                if system not in LONGSTRAW and ratios and median(ratios) < 1:
                     better.append(f"{system} ({median(ratios):.2f})")
             if better:
                 where = f"{preset}, prompt {point.prompt_length:,}, G {point.group_size}"
