@@ -31,6 +31,11 @@ def check_logra(args: Namespace, preset: ModelPreset) -> list[str]:
             f"--kl-probe jvp does not go through the experts or the latent attention of --model-preset {preset.name}: use "
             "--kl-probe finite-difference"
         )
+    if args.update_step_size == "predicted-kl" and args.kl_probe == "jvp" and args.recompute_granularity is not None:
+        found.append(
+            f"--kl-probe jvp does not go through layers that are recomputed: with --recompute-granularity {args.recompute_granularity} use "
+            "--kl-probe finite-difference"
+        )
     if args.dsa_indexer_loss_coeff and not args.logra_train_rest:
         found.append(
             "--dsa-indexer-loss-coeff trains the indexer, which --optimizer logra freezes without --logra-train-rest"

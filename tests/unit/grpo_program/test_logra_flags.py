@@ -72,6 +72,7 @@ def test_what_does_not_fit_together_is_named(flags, sentence):
 
 def test_models_that_forward_mode_does_not_go_through_want_finite_differences():
     line = BASE.replace("tiny-qwen3.6", "tiny-glm5.2")
+    assert "--kl-probe jvp does not go through layers that are recomputed" in refuse("--recompute-granularity selective --recompute-modules mlp")
     with pytest.raises(ArgumentErrors, match="--kl-probe jvp does not go through the experts"):
         parse_arguments(line.split())
     assert parse_arguments(f"{line} --kl-probe finite-difference".split())[1].logra.kl_probe == "finite-difference"
