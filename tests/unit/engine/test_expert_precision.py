@@ -68,8 +68,8 @@ def our_gradients(name: str, dtype: torch.dtype, monkeypatch):
     pair, choices, _ = compared(name, dtype)
     original = ExpertRoutingAdapter.restore
 
-    def restore(self, segment, block, policy, *, replay, stop_here):
-        run = original(self, segment, block, policy, replay=replay, stop_here=stop_here)
+    def restore(self, segment, block, policy, *, replay, stop_here, live):
+        run = original(self, segment, block, policy, replay=replay, stop_here=stop_here, live=live)
         layout = segment.plan[block]
         run.recorded = choices[self.layer_number].chosen[layout.start : layout.start + layout.length]
         return run

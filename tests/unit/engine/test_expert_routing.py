@@ -89,16 +89,16 @@ class Shaking:
         original, generator = engine._pass_block, torch.Generator().manual_seed(5)
         routers = find_routers(engine.model)
 
-        def shaken(segment, state, block, *, replay):
+        def shaken(segment, state, block, *, replay, live):
             if not replay:
-                return original(segment, state, block, replay=replay)
+                return original(segment, state, block, replay=replay, live=live)
             before = [adapter.module.expert_bias.clone() for adapter in routers]
             for adapter in routers:
                 adapter.module.expert_bias += torch.randn(16, generator=generator)
                 if not recorded:
                     state.layers[adapter.key].drop(block)
             try:
-                return original(segment, state, block, replay=replay)
+                return original(segment, state, block, replay=replay, live=live)
             finally:
                 self.moved += 1
                 for adapter, bias in zip(routers, before):

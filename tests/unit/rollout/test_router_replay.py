@@ -94,8 +94,8 @@ def test_other_experts_are_what_the_record_says(sampled, together, monkeypatch):
     for router in engine.routers:
         original, place = router.restore, shape.layers.index(router.layer_number)
 
-        def restore(segment, block, policy, *, replay, stop_here, original=original, place=place):
-            run = original(segment, block, policy, replay=replay, stop_here=stop_here)
+        def restore(segment, block, policy, *, replay, stop_here, live, original=original, place=place):
+            run = original(segment, block, policy, replay=replay, stop_here=stop_here, live=live)
             if segment.name.startswith("response") and run.recorded is None:
                 at = segment.plan[block].start - segment.start
                 run.recorded = pending[int(segment.name[8:])][at : at + segment.plan[block].length, place]
