@@ -108,7 +108,8 @@ def build_update(args, run: str):
     from benchmarks.updates import ConventionalUpdate, LongStrawUpdate
     from longstraw.patches.device import current_device
     from longstraw.patches.process_groups import initialize_groups, seed_model_parallel
-    from longstraw.sweeps import ReplayEngine, SweepConfig
+    from longstraw.sweep_config import SweepConfig
+    from longstraw.sweeps import ReplayEngine
     from megatron.grpo.model_provider import build_conventional_model, build_model, synchronize_parameters
 
     conventional = run in ("conventional", "checkpointed")

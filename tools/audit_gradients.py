@@ -108,7 +108,8 @@ def engine_gradients(args, model, groups, vocab_size, prompt, responses, weights
     """Loss and whole (unsharded) gradients of the engine, through DDP and gradient finalization."""
     from longstraw.patches.finalize_model_grads import finalize_gradients, wrap_for_gradients
     from longstraw.segments import grow_group
-    from longstraw.sweeps import ReplayEngine, SweepConfig
+    from longstraw.sweep_config import SweepConfig
+    from longstraw.sweeps import ReplayEngine
     from megatron.grpo.sharding import gather_gradients
 
     config = SweepConfig(

@@ -32,7 +32,8 @@ from longstraw.patches.device import current_device
 from longstraw.patches.finalize_model_grads import finalize_gradients, wrap_for_gradients
 from longstraw.patches.process_groups import initialize_groups, seed_model_parallel
 from longstraw.segments import Segment
-from longstraw.sweeps import ReplayEngine, SweepConfig
+from longstraw.sweep_config import SweepConfig
+from longstraw.sweeps import ReplayEngine
 from megatron.grpo.checkpointing import save_weights
 from megatron.grpo.model_provider import build_model, pad_vocab_size, synchronize_parameters
 from megatron.grpo.presets import get_preset

@@ -14,7 +14,7 @@ from longstraw.objectives.config import ObjectiveConfig
 from longstraw.objectives.mismatch import MismatchConfig
 from longstraw.optim.config import LograConfig
 from longstraw.rollout.config import SamplingConfig
-from longstraw.sweeps import SweepConfig
+from longstraw.sweep_config import SweepConfig
 from megatron.grpo.lora_config import LoraConfig
 from megatron.grpo.prompts import DataConfig
 from megatron.grpo.rewards import RewardConfig

@@ -17,7 +17,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from longstraw.adapters.registry import find_adapters, find_routers
 from longstraw.patches.device import cuda_means_cpu
 from longstraw.patches.finalize_model_grads import finalize_gradients, wrap_for_gradients
-from longstraw.sweeps import ReplayEngine, SweepConfig
+from longstraw.sweep_config import SweepConfig
+from longstraw.sweeps import ReplayEngine
 from megatron.grpo.model_provider import build_model
 from megatron.grpo.optimizer import build_optimizer, clip_gradients
 from megatron.grpo.presets import get_preset

@@ -15,7 +15,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from longstraw.patches.float64 import lift_float64
 from longstraw.patches.process_groups import initialize_groups, single_rank_groups
 from longstraw.segments import Segment, grow_group
-from longstraw.sweeps import ReplayEngine, SweepConfig
+from longstraw.sweep_config import SweepConfig
+from longstraw.sweeps import ReplayEngine
 from megatron.grpo.model_provider import build_conventional_model, build_model
 from megatron.grpo.presets import ModelPreset, get_preset
 from megatron.grpo.sharding import shard_parameter, whole_name

@@ -119,7 +119,8 @@ def chunked_logits(model, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
 
     from longstraw.adapters.decoder import output_weight
     from longstraw.segments import Segment
-    from longstraw.sweeps import ReplayEngine, SweepConfig
+    from longstraw.sweep_config import SweepConfig
+    from longstraw.sweeps import ReplayEngine
 
     engine = ReplayEngine(model, SweepConfig(response_block_size=chunk), vocab_size=VOCABULARY)
     segment = Segment("text", tokens, targets=tokens)  # with targets: a chunk runs to its last hidden state

@@ -19,7 +19,8 @@ from longstraw.adapters.latent_attention import LatentAttentionAdapter, SharedSe
 from longstraw.attention.layout import BlockLayout
 from longstraw.attention.selection import Selection
 from longstraw.prompt_state.latents import LatentView
-from longstraw.sweeps import ReplayEngine, SweepConfig
+from longstraw.sweep_config import SweepConfig
+from longstraw.sweeps import ReplayEngine
 from megatron.grpo.model_provider import build_conventional_model, build_model
 from tests.support.dense import compare_gradients, constant_prompt, dense_gradients, take_gradients
 from tests.support.latent_models import small_latent, small_preset

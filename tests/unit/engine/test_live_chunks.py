@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from longstraw.attention import paged
-from longstraw.sweeps import ReplayEngine, SweepConfig
+from longstraw.sweep_config import SweepConfig
+from longstraw.sweeps import ReplayEngine
 from tests.support.dense import compare_gradients
 from tests.support.latent_models import small_preset
 from tests.support.models import build_pair, dense_of, draw_group, get_pair, get_small_hybrid, one_rank, replay_gradients

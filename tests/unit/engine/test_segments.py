@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from longstraw.attention.layout import plan_blocks
 from longstraw.segments import Segment, SegmentState, cut_columns, grow_group, own_columns
-from longstraw.sweeps import SweepConfig
+from longstraw.sweep_config import SweepConfig
 
 
 def tokens(*values):

@@ -14,7 +14,7 @@ from pathlib import Path
 LAYERS = (
     {"longstraw.prompt_state", "longstraw.attention", "longstraw.objectives", "longstraw.optim", "longstraw.segments",
      "longstraw.memory_meter", "longstraw.memory_scopes", "longstraw.durable_files", "longstraw.exchanges"},
-    {"longstraw.sweeps", "longstraw.adapters", "longstraw.patches"},
+    {"longstraw.sweeps", "longstraw.sweep_config", "longstraw.adapters", "longstraw.patches"},
     {"longstraw.transaction", "longstraw.rollout", "longstraw.receipts", "longstraw.dry_run"},
     {"megatron.grpo"},
     {"tools", "examples", "benchmarks"},
