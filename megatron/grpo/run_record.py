@@ -143,7 +143,7 @@ class RunRecord:
         shares: list[RankShare] = [None] * dist.get_world_size()
         dist.all_gather_object(shares, RankShare(
             counts=covered.counts, state=covered.state, phases=covered.track.peaks,
-            peak_bytes=max(covered.peak_bytes, *covered.track.peaks.values()),  # the kernel's own peak may lag behind
+            peak_bytes=max([covered.peak_bytes, *covered.track.peaks.values()]),  # the kernel's own peak may lag behind
             categories=count_resident_bytes(trainer, covered.state), host_categories=count_host_bytes(trainer, covered.state),
             rollout_lag=covered.rollout_lag,
         ))
