@@ -49,7 +49,7 @@ def test_fit_finds_flags_that_hold_less_and_says_what_it_tried(tmp_path):
     peaks = {tuple(tried["flags"]): tried["peak_bytes"]["device"] for tried in found["tried"]}
     winner = found["winner"]
     assert winner["report"]["peak_bytes"]["device"] == peaks[tuple(winner["flags"])] < peaks[()]
-    assert len(found["tried"]) == len(peaks) == 4, "as given; pages on the host; chunks of 64 and 256"
+    assert len(found["tried"]) == len(peaks) == 5, "as given; pages on the host; boundary states too; chunks of 64 and 256"
 
 
 def test_fit_finds_the_longest_prompt(tmp_path):
