@@ -127,8 +127,11 @@ def _check_writable(flag: str, path: str) -> None:
     file = Path(path)
     if file.is_dir() or flag == "--receipt" and path == "-":
         raise ValueError(f"{flag} {path} is no file: name one in a folder that exists")
-    if file.exists() and not file.is_file():
-        return  # a device or a pipe is written to as it is
+    special = file.exists() and not file.is_file()
+    if flag == "--receipt" and (special or file.is_symlink()):
+        raise ValueError(f"{flag} {path} is a device, a pipe or a link, whose place a receipt would take: name a file")
+    if special:
+        return  # written to as it is
     try:
         tempfile.TemporaryFile(dir=file.resolve().parent).close()
     except OSError as error:

@@ -118,7 +118,7 @@ def write_report(report: dict, path: str) -> None:
     text = json.dumps(report, indent=1) + "\n"
     if path == "-":
         print(text, end="", flush=True)
-    elif Path(path).exists() and not Path(path).is_file():
-        Path(path).write_text(text)  # a device or a pipe
+    elif Path(path).exists() and (Path(path).is_symlink() or not Path(path).is_file()):
+        Path(path).write_text(text)  # a device, a pipe or a link: written to, never replaced
     else:
         write_whole(Path(path), text)

@@ -1,11 +1,15 @@
 """The dry run's command line: what it takes from the training program's, what it refuses, and which ways --fit tries."""
 
+import json
+import os
+
 import pytest
 
 from longstraw.dry_run.search import AXES
 from megatron.grpo.arguments import ArgumentErrors
 from megatron.grpo.dry_run.fit import make_axes, with_way
 from megatron.grpo.dry_run.flags import parse_dry_run
+from megatron.grpo.dry_run.program import write_report
 
 TINY = "--model-preset tiny-qwen3.6 --prompt-length 100 --response-length 4"
 
@@ -24,6 +28,8 @@ def parse(flags: str):
     ("--json /proc/report.json", "--json /proc/report.json cannot be written"),
     ("--json /", "--json / is no file"),
     ("--receipt -", "--receipt - is no file"),
+    ("--receipt /dev/null", "--receipt /dev/null is a device, a pipe or a link, whose place"),
+    ("--receipt /dev/stdout", "--receipt /dev/stdout is a device, a pipe or a link"),
     ("--even-choices", "--even-choices is read only with --measure"),
     ("--hardware H20 --machine cpu", "--hardware H20: --machine cpu estimates no GPU's seconds"),
     ("--hardware H20 --measure", "--hardware H20: --measure estimates no GPU's seconds"),
@@ -78,6 +84,19 @@ def test_the_ways_that_fit_tries_are_others_than_the_given_one():
     assert [{
         "--tensor-model-parallel-size": "2", "--context-parallel-size": "1", "--sequence-parallel": True,
     }] in axes
+
+
+def test_a_report_goes_through_devices_and_links_and_replaces_neither(tmp_path):
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(pipe)
+    target.write_text("old")
+    link.symlink_to(target)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (pipe, link):
+        write_report({"a": 1}, str(path))
+    assert json.loads(os.read(reader, 100)) == json.loads(target.read_text()) == {"a": 1}
+    os.close(reader)
+    assert pipe.is_fifo() and link.is_symlink()
 
 
 def test_response_only_has_no_adjoints_to_place():
