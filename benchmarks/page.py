@@ -41,9 +41,9 @@ METHOD = """## How it is measured
 - What limits: exact and PrefixGrouper do the same attention arithmetic (the forward keeps its outputs for the backward), and exact
   takes each prompt token once more through the other layers, since it keeps none of their activations. PrefixGrouper copies
   the prompt's keys and values to each response and masks them, which exact does not. 1.5 times PrefixGrouper without
-  recomputation is hardly to be had where attention's kernels are most of both: at 8,192 tokens 80 % of exact's processor time
-  (6.6 of 8.2 s) and 80 % of PrefixGrouper's (8.9 of 11.1 s) by torch's profiler (`benchmarks/kernel_share.py`), so that half of
-  what is left of exact's time beside them would have to go. `exact_live` computes nothing twice, and is no faster here: on one core
+  recomputation is hardly to be had where attention's kernels are most of both: at 8,192 tokens 76 % of exact's processor time
+  (7.1 of 9.3 s) and 81 % of PrefixGrouper's (8.8 of 10.9 s) by torch's profiler (`benchmarks/kernel_share.py`, once, the other core
+  busy): at 1.5 times exact would have 0.2 s for all the rest. `exact_live` computes nothing twice, and is no faster here: on one core
   with small layers, writing and reading all chunks' activations takes about what computing them again takes.
 - The longest prompt is searched with a limit on private memory (RLIMIT_DATA) set when the measured step begins.
 """

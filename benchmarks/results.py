@@ -45,7 +45,7 @@ class ResultStore:
         found, settings = self.find(key), dict(settings or {})
         if found is not None:
             kept = _read(self.path(key)).get("settings", {})
-            other = {flag: kept[flag] for flag in settings if flag in kept and kept[flag] != settings[flag]}
+            other = {flag: kept.get(flag, "not noted") for flag in settings if kept.get(flag) != settings[flag]}
             if other:
                 had = " ".join(f"{flag} {value}" for flag, value in other.items())
                 raise SystemExit(f"benchmarks: {self.path(key)} was measured with {had}: let --results name another folder, or delete it")

@@ -83,6 +83,9 @@ def test_a_result_of_other_settings_is_no_answer_and_a_damaged_one_is_named(tmp_
         store.measure("step/a/exact.0", "a command", lambda: {"seconds": 1.0}, {"--chunk-size": chunk, "--seed": 1})
     with pytest.raises(SystemExit, match="step/a/exact.0.json was measured with --chunk-size 32: let --results name another folder"):
         store.measure("step/a/exact.0", "a command", lambda: {"seconds": 1.0}, {"--chunk-size": 8, "--seed": 1})
+    store.measure("step/b/exact.0", "a command", lambda: {"seconds": 1.0})
+    with pytest.raises(SystemExit, match="step/b/exact.0.json was measured with --chunk-size not noted"):
+        store.measure("step/b/exact.0", "a command", lambda: {"seconds": 1.0}, {"--chunk-size": 8})
     file = store.path("step/a/exact.0")
     file.write_text(file.read_text()[:40])
     for read in (store.read_all, lambda: store.find("step/a/exact.0")):
